@@ -2,9 +2,10 @@
 
 python examples/balance_gradient.py
 
-One batch of 16 full rows is cut into 1 to 16 micro-batches. Each line compares the router's gradient of the balance
-loss alone with the loss's own definition over the batch, whose value is 1 where all is even: E sum(f P) of each row,
-or of the whole batch. Others' formulas are restated here from their sources; maxbatch's is called.
+One batch of 16 rows is cut into 1 to 16 micro-batches. Each line compares the router's gradient of the balance loss
+alone with the loss's own definition over the batch, whose value is 1 where all is even: E sum(f P) of each row, or of
+the whole batch. Rows are full, or have 4, 8, ... 64 tokens. Others' formulas are restated here from their sources, of
+which each function names version and file; maxbatch's is called.
 
 Shapes: B rows of the batch, L tokens of a row, D width, E experts, k experts of a token.
 """
@@ -44,12 +45,19 @@ class Case(NamedTuple):
     w_DxE: jax.Array
     x_BxLxD: jax.Array
     last_shares_E: jax.Array  # f of the update before
+    lengths_B: jax.Array  # tokens of each row; padding is behind them
 
 
 def parts_of(count: int) -> Iterator[jax.Array]:
     """Yields which rows are in each micro-batch: bool[B]."""
     for part in range(count):
         yield jnp.arange(ROWS) // (ROWS // count) == part
+
+
+def strided_parts_of(count: int) -> Iterator[jax.Array]:
+    """Yields which rows are in each micro-batch of MaxText, every count-th one: bool[B]."""
+    for part in range(count):
+        yield jnp.arange(ROWS) % count == part
 
 
 def shares_and_scores(w_DxE: jax.Array, x_BxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -76,22 +84,31 @@ rows_gradient, all_gradient = (jax.jit(jax.grad(loss)) for loss in (of_rows, of_
 
 
 def maxtext(case: Case) -> Gradient:
-    """Returns the gradient of a mean of rows beside a sum of token losses, both over the tokens of the batch."""
+    """Returns the gradient of a mean of rows times the tokens of its micro-batch, over the tokens of the batch.
+
+    MaxText 0.2.5: `_add_aux_loss` of trainers/pre_train/train.py and utils/gradient_accumulation.py; the mean counts
+    every row and every position alike (`load_balance_loss` of layers/moe.py).
+    """
 
     def gradient(count: int) -> jax.Array:
-        total = sum(rows_gradient(case.w_DxE, case.x_BxLxD, part) for part in parts_of(count))
-        return total if count == 1 else total / (ROWS * LENGTH)  # one pass divides the sum of its token losses itself
+        parts = list(strided_parts_of(count))
+        gradients = (rows_gradient(case.w_DxE, case.x_BxLxD, part) * case.lengths_B.sum(where=part) for part in parts)
+        return sum(gradients) / case.lengths_B.sum()
 
     return gradient
 
 
 def mean_of_parts(part_gradient: Callable[..., jax.Array], case: Case) -> Gradient:
-    """Returns the mean over equal micro-batches: Megatron-LM's, and torchtitan's, which weighs them by tokens."""
+    """Returns the mean over equal micro-batches: Megatron-LM's, and torchtitan's, which weighs them by tokens.
+
+    Megatron-LM of autumn 2026, `aux_loss` and `seq_aux_loss` of core/transformer/moe/router.py; torchtitan of autumn
+    2026, `MicrobatchWiseLoadBalanceLoss` of models/common/moe: the tokens of one forward of a data-parallel rank.
+    """
     return lambda count: sum(part_gradient(case.w_DxE, case.x_BxLxD, part) for part in parts_of(count)) / count
 
 
 def megatron_global(case: Case) -> Gradient:
-    """Returns the gradient with f of all micro-batches of the update so far."""
+    """Returns the gradient with f of all micro-batches of the update so far: Megatron-LM's `global_aux_loss`."""
 
     def gradient(count: int) -> jax.Array:
         shares_BxE, total = shares_and_scores(case.w_DxE, case.x_BxLxD)[0], jnp.zeros_like(case.w_DxE)
@@ -115,18 +132,18 @@ def ours(case: Case, scope: str) -> Gradient:
     @jax.jit
     @jax.grad
     def part_gradient(w_DxE: jax.Array, part: jax.Array) -> jax.Array:
-        segments_BxL = jnp.broadcast_to(part[:, None], (ROWS, LENGTH)).astype(jnp.int32)
+        segments_BxL = (part[:, None] & (jnp.arange(LENGTH) < case.lengths_B[:, None])).astype(jnp.int32)
         slots = Slots(segments_BxL, slot_hashes(segments_BxL, segments_BxL))
         logits_BxLxE = case.x_BxLxD @ w_DxE
         routes, scores_BxLxE = choose(keys, logits_BxLxE, None)
         _, sums = within_rows(keys, routes, scores_BxLxE, logits_BxLxE, slots, 0)
         return balance.term(RoutingSums(*(array[None] for array in sums)), Scale(jnp.float32(1), last_counts_NxE))
 
-    return lambda count: sum(part_gradient(case.w_DxE, part) for part in parts_of(count)) / (ROWS * LENGTH)
+    return lambda count: sum(part_gradient(case.w_DxE, part) for part in parts_of(count)) / case.lengths_B.sum()
 
 
 def some_case() -> Case:
-    """Returns rows with topics, whose tokens go to similar experts."""
+    """Returns full rows with topics, whose tokens go to similar experts."""
     keys = jax.random.split(jax.random.key(0), 4)
     topics = jax.random.normal(keys[0], (ROWS, 1, WIDTH))
     last_shares_E = jax.random.uniform(keys[3], (NUM_EXPERTS,), minval=1, maxval=4)
@@ -134,6 +151,7 @@ def some_case() -> Case:
         w_DxE=jax.random.normal(keys[2], (WIDTH, NUM_EXPERTS)) / WIDTH**0.5,
         x_BxLxD=topics + jax.random.normal(keys[1], (ROWS, LENGTH, WIDTH)),
         last_shares_E=last_shares_E / last_shares_E.sum(),
+        lengths_B=jnp.full(ROWS, LENGTH),
     )
 
 
@@ -145,10 +163,14 @@ def main() -> dict[str, list[tuple[float, float]]]:
     case, whole = some_case(), next(parts_of(1))
     batch = case.w_DxE, case.x_BxLxD, whole
     by_row, by_batch, by_last = rows_gradient(*batch), all_gradient(*batch), all_gradient(*batch, case.last_shares_E)
+    uneven = case._replace(lengths_B=LENGTH // ROWS * jnp.arange(1, ROWS + 1))
+    ours_uneven = ours(uneven, "sequence")
     compared: list[tuple[str, jax.Array, Gradient]] = [
         ("MaxText (each row)", by_row, maxtext(case)),
+        ("MaxText, rows of 4 to 64 (each row)", by_row, maxtext(uneven)),
         ("Megatron-LM seq_aux_loss (each row)", by_row, mean_of_parts(rows_gradient, case)),
         ("maxbatch, sequence (each row)", by_row, ours(case, "sequence")),
+        ("maxbatch, rows of 4 to 64 (each row)", ours_uneven(1), ours_uneven),
         ("Megatron-LM aux_loss, torchtitan (batch)", by_batch, mean_of_parts(all_gradient, case)),
         ("Megatron-LM global_aux_loss (batch)", by_batch, megatron_global(case)),
         ("maxbatch, global (f of the update before)", by_last, ours(case, "global")),

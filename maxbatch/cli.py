@@ -11,8 +11,8 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
 
 from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
@@ -24,9 +24,6 @@ from maxbatch.system.command_start import mark_start
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, reason, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals
-
-if TYPE_CHECKING:
-    from maxbatch.config.words.convert import Setting
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,8 +138,18 @@ class _Parser(argparse.ArgumentParser):
         flag, _, _ = unknown[0].partition("=")
         if flag in keys():
             raise ConfigError(f"{shown(unknown[0])}: {self.prog} takes no config keys")
-        flags = [word for word in unknown if word.startswith("-")]
-        raise ConfigError("; ".join(map(self._unknown, flags or unknown[:1])))
+        from maxbatch.config.unknown import hint
+
+        texts = {word.partition("=")[0]: self._text_after(word) for word in unknown if word.startswith("-")}
+        foreign, said = dict[str, str](), list[str]()
+        for flag in texts or [unknown[0]]:
+            nearest = nearest_name(flag, self._option_string_actions, least_like=0.9)
+            if not nearest and flag in texts and hint(flag, keys()):
+                foreign[flag] = texts[flag]
+                continue
+            nearest = nearest or nearest_name(flag, self._option_string_actions)
+            said.append(f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else ""))
+        raise ConfigError("; ".join([*said, *([self._foreign(foreign)] if foreign else [])]))
 
     def _plain(self, message: str) -> str:
         """Returns argparse's message in the words of our own."""
@@ -162,48 +169,35 @@ class _Parser(argparse.ArgumentParser):
         works = f"; works: {head} " if head.startswith("-") else "; works: "
         return f"{head} {said}".rstrip().replace("; works: ", works)
 
-    def _unknown(self, word: str) -> str:
-        """Returns the message about a flag that the command does not have."""
-        from maxbatch.config.loading import keys
-        from maxbatch.config.unknown import unknown_flag
+    def _foreign(self, flags: Mapping[str, str]) -> str:
+        """Returns the message about flags, and their texts, that are keys or words of other frameworks."""
+        from maxbatch.commands.arguments import on_machine
+        from maxbatch.config.loading import find_config, resolve
 
-        flag, equals, value = word.partition("=")
-        after = self.words.index(word) + 1 if word in self.words else len(self.words)
-        values = [value] if equals else list(itertools.takewhile(lambda w: w[:1] not in "-", self.words[after:]))
-        if near := nearest_name(flag, self._option_string_actions, least_like=0.9):
-            return f"{shown(flag)}: unknown flag; nearest: {near}"
+        parts = [part for word in self.words for part in (word.split("=", 1) if word.startswith("--") else [word])]
+        after = dict(itertools.pairwise(parts))
+
+        def counted(*names: str) -> int | None:
+            counts = (after.get(name, "") for name in names)
+            return next((int(text) for text in counts if re.fullmatch(r"[1-9]\d{0,9}", text)), None)
+
+        devices, hosts = counted("--devices", "--simulate-devices"), counted("--hosts", "--simulate-hosts")
+        overrides = [word for word in self.words if re.match(r"\w[\w ]*=", word)]
+        plain = [word for word in self.words if not word.startswith("-") and word not in overrides]
         default = "rl" if self.prog == "maxbatch rl" else None
-        if answer := unknown_flag(flag, values, self.words, _setting(self.words, default), keys()):
-            return f"{shown(flag)} {answer}"
-        key = flag.lstrip("-").replace("-", "_")
-        if key in keys():
-            works = f"{key}={shown(values[0]) if values and values[0] else '...'}"
-            return f"{flag}: config keys are stated without dashes; works: {works}"
-        nearest = nearest_name(flag, self._option_string_actions)
-        return f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else "")
+        file = next((word for word in plain if os.path.isfile(str(find_config(word)))), default)
+        try:
+            resolve(file, [*overrides, *(f"{flag}={text}" for flag, text in flags.items())])
+        except ConfigError as error:
+            return str(on_machine(error, devices, hosts, has_flags="--devices" in self._option_string_actions))
+        raise AssertionError(f"no config has a key that is a flag: {flags}")
 
-
-def _setting(words: Sequence[str], default: str | None) -> Setting:
-    """Returns the config and the machine that a command line states, as far as they can be read."""
-    from maxbatch.config.loading import find_config, resolve
-    from maxbatch.config.words.convert import Setting
-
-    parts = [part for word in words for part in (word.split("=", 1) if word.startswith("--") else [word])]
-    after = dict(itertools.pairwise(parts))
-
-    def counted(*flags: str) -> int | None:
-        counts = (after.get(flag, "") for flag in flags)
-        return next((int(text) for text in counts if re.fullmatch(r"[1-9]\d{0,9}", text)), None)
-
-    devices, hosts = counted("--devices", "--simulate-devices"), counted("--hosts", "--simulate-hosts")
-    overrides = [word for word in words if re.match(r"\w+=", word)]
-    plain = [word for word in words if not word.startswith("-") and word not in overrides]
-    file = next((word for word in plain if os.path.isfile(str(find_config(word)))), default)
-    try:
-        values = {name: setting.value for name, setting in resolve(file, overrides).items()}
-    except ConfigError:
-        values = {}
-    return Setting(values, devices, hosts)
+    def _text_after(self, word: str) -> str:
+        """Returns the value of a flag, or the words after it up to the next flag or override."""
+        _, equals, value = word.partition("=")
+        after = self.words.index(word) + 1 if word in self.words else len(self.words)
+        values = itertools.takewhile(lambda w: w[:1] not in "-" and "=" not in w, self.words[after:])
+        return value if equals else " ".join(values)
 
 
 def _overview() -> str:

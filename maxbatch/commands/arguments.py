@@ -6,11 +6,11 @@ import argparse
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from maxbatch.config.paths import local_fault, place_fault
-from maxbatch.config.values import Bounds, Scalar, shown
+from maxbatch.config.values import Bounds, Scalar, Value, shown
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded, printable
 
@@ -35,15 +35,44 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
       ConfigError: two files, or a config that cannot be used.
     """
     from maxbatch.config.loading import load_config
-    from maxbatch.config.unknown import UnknownKeys
 
     path, overrides = config_arguments(args)
     stated = vars(args)
     try:
         return load_config(path or default, overrides)
-    except UnknownKeys as error:
+    except ConfigError as error:
         devices = stated.get("devices") or stated.get("simulate_devices")
-        raise error.on(devices, stated.get("hosts") or stated.get("simulate_hosts")) from None
+        hosts = stated.get("hosts") or stated.get("simulate_hosts")
+        raise on_machine(error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated) from None
+
+
+def on_machine(
+    error: ConfigError, devices: int | None, hosts: int | None, slices: int = 1, has_flags: bool = False
+) -> ConfigError:
+    """Returns an error about a config for the machine of a command line: unknown keys are answered for it.
+
+    Args:
+      error: what reading the config raised.
+      devices: of the machine; None: not stated.
+      hosts: of the machine; None: not stated.
+      slices: of the devices.
+      has_flags: whether the command plans for the machine of --devices and --hosts.
+    """
+    from maxbatch.config.unknown import Machine, UnknownKeys
+
+    def plans(values: Mapping[str, Value], num_devices: int, num_hosts: int) -> bool:
+        from maxbatch.plan.batch import BatchPlan
+        from maxbatch.plan.plan_config import PlanConfig
+
+        try:
+            BatchPlan.from_config(PlanConfig.of(values), num_devices, num_hosts, num_slices=slices)
+        except ConfigError:
+            return False
+        return True
+
+    if not isinstance(error, UnknownKeys):
+        return error
+    return error.on(Machine(devices, hosts, plans if devices or has_flags else None, has_flags))
 
 
 def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ml_collections import ConfigDict
 
     from maxbatch.commands.surviving import SurvivingMachine
-    from maxbatch.plan.batch import BatchPlan
+    from maxbatch.plan.batch import BatchPlan, Resume
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
 
 _MOST_PARTS = 1_000_000
@@ -25,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of `maxbatch plan`."""
     add_config(parser)
     parser.add_argument("--devices", type=count, metavar="N", help="plan for N devices (default 1)")
-    parser.add_argument("--hosts", type=count, metavar="H", default=1, help="plan for H hosts (default 1)")
+    parser.add_argument("--hosts", type=count, metavar="H", help="plan for H hosts (default 1)")
     slices, samples = "slices of the devices (default 1)", "samples in one pass over data that is not here"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
@@ -54,6 +55,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
 
     config = config_of(args)
+    has_hosts, args.hosts = args.hosts is not None, args.hosts or 1
     check_dataset(config)
     if args.topology:
         config = _take_topology(config, args)
@@ -68,13 +70,18 @@ def run(args: argparse.Namespace) -> int:
     check_divides("--slices ", args.slices, args.devices or 1)
     epoch = _samples_per_epoch(config, args.samples_per_epoch)
     devices, slices = args.devices or 1, args.slices
-    plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch)
+    resume = _loaded_before(config)
+    plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch, resume=resume)
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
     if config.batch_size is not None and _may_mean_rows(args):
-        note(f"batch_size={config.batch_size} counts prompts of reinforcement learning; "
-             f"samples per update of pre-training are global_batch_size={config.batch_size}")  # fmt: skip
+        from maxbatch.config.unknown import three_batches
+
+        meant = three_batches(config.batch_size, args.hosts if has_hosts else None)
+        note(
+            f"batch_size={config.batch_size} counts prompts of reinforcement learning; that of pre-training is {meant}"
+        )
     for warning in plan.warnings:
         note(f"warning: {warning}")
     model = _model(config)
@@ -117,6 +124,23 @@ def run(args: argparse.Namespace) -> int:
     if args.words:
         render_frameworks(plan, console)
     return 0
+
+
+def _loaded_before(config: ConfigDict) -> Resume:
+    """Returns the hosts that a checkpoint in run_dir was written and loaded by, for an e that is relative to them."""
+    from maxbatch.config.values import exact
+    from maxbatch.plan.batch import NEW_RUN, Resume
+    from maxbatch.runs.position import DamagedError, last_saved, read_record
+    from maxbatch.system.storage import as_path
+
+    if not 0 < exact(config.expansion_factor_real_data) < 1:
+        return NEW_RUN
+    run_dir = as_path(config.run_dir)
+    if (step := last_saved(run_dir)) is None:
+        return NEW_RUN
+    with contextlib.suppress(DamagedError):
+        return Resume(0, 0, *read_record(run_dir / "checkpoints" / str(step)).hosts)
+    return NEW_RUN
 
 
 def _take_topology(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:

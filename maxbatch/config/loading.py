@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, Key
+from maxbatch.config.keys import Fixes, Key, Part
 from maxbatch.config.paths import place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
-from maxbatch.config.sections import KEYS, names_fixing
+from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.config.yaml_file import Entry, entries, quoted
 from maxbatch.system.errors import ConfigError
@@ -269,12 +269,22 @@ def _hint(name: str) -> str:
 
 
 def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: str | os.PathLike[str] | None) -> None:
-    """Raises ConfigError, which names all of them, if there are keys that the config does not have."""
+    """Raises ConfigError, which names all of them, if there are keys that the config does not have.
+
+    Beside one of them a key of a batch of prompts is another framework's word, unless such a batch is stated.
+    """
     known = keys().keys() | {"base_config"}
-    unknown = [entry for layer in (*below, *above) for entry in layer.entries if entry.name not in known]
-    if not unknown:
+    layers = [layer for layer in (*below, *above) if any(entry.name not in known for entry in layer.entries)]
+    if not layers:
         return
     from maxbatch.config.unknown import UnknownKeys
+    from maxbatch.config.words import look_up
+
+    has_prompts = any(entry.name == "batch_size" for layer in (*below, *above) for entry in layer.entries)
+    of_prompts = () if has_prompts else names_of(Part.PROMPT_BATCH)
+    foreign = {name for name in of_prompts if (row := look_up(name)) and not row.is_of_prompts}
+    entries_of = [entry for layer in layers for entry in layer.entries]
+    unknown = [entry for entry in entries_of if entry.name not in known or entry.name in foreign]
 
     def settled(place_of: Mapping[str, Mapping[str, str]]) -> Mapping[str, Value] | None:
         def replaced(layer: _Stated) -> _Stated:
@@ -289,7 +299,8 @@ def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: st
             return None
 
     in_file = any(entry.where and entry.name not in known for layer in (*below, *above) for entry in layer.entries)
-    raise UnknownKeys(unknown, keys(), str(path) if in_file else None, settled)
+    own = {entry.name: entry.text for entry in entries_of if entry.name in known - foreign}
+    raise UnknownKeys(unknown, keys(), str(path) if in_file else None, settled, own)
 
 
 def _overrides(overrides: Sequence[str]) -> list[Entry]:

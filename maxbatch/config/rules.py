@@ -112,14 +112,16 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file:
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != defaults[name]:
             from maxbatch.config.words import look_up
-            from maxbatch.config.words.convert import Setting, converted
+            from maxbatch.config.words.convert import Setting
+            from maxbatch.config.words.together import together
 
             row = look_up(name)
             elsewhere = f" ({name} {row.answer()})" if row and not row.is_of_prompts else ""
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
             has_rows = values["per_device_batch_size"] != defaults["per_device_batch_size"]
-            meant = None if has_rows else converted(name, str(values[name]), Setting(values))
-            settings = (meant or {}) | {name: "null" if defaults[name] is None else str(defaults[name]).lower()}
+            meant = None if has_rows else together({name: str(values[name])}, {}, Setting(values))
+            settings = {name: "null" if defaults[name] is None else str(defaults[name]).lower()}
+            settings = {**(meant.settings.get(name, {}) if meant else {}), **settings}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
             if axolotl_file is not None and name == "micro_batch_size":
                 works = f"maxbatch import axolotl {axolotl_file}"

@@ -167,7 +167,7 @@ class BatchConfig(Section):
         maxtext=OURS,
     )
     expansion_factor_real_data: Exact = key(
-        "e: -1 or 1 every host loads; e > 1 one host in e loads; 0 < e < 1 after a resume on 1/e hosts",
+        "e: -1 or 1 every host loads; e > 1 one host in e loads; 0 < e < 1 a resume on e x the hosts that loaded",
         fixes=_PROGRAM,
         warm_start=False,
     )
@@ -222,7 +222,6 @@ class PromptBatchConfig(Section):
         bounds=_COUNT_OR_OFF,
         unit="pairs",
         part=Part.PROMPT_BATCH,
-        maxtext=OURS,
     )
     train_micro_batch_size: int = key(
         "prompts per chunk of training; -1: from micro_batch_size",

@@ -6,26 +6,40 @@ spelling, and only where each part of its name is like that of the key, so that 
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import functools
 import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from maxbatch.config.keys import Key
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
 from maxbatch.config.words.convert import Setting, converted, rampup_schedule
+from maxbatch.config.words.together import together
 from maxbatch.config.yaml_file import Entry
 from maxbatch.system.errors import ConfigError
 
 _MOST_ANSWERS = 40
 _ALIKE = 0.75  # of two parts of a name
+_THREE_BATCHES = ("batch_size", "b")  # words that frameworks mean in three ways
 IMPORTED = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl", "verl")  # what `maxbatch import` reads
 
 
 Settled = Callable[[Mapping[str, Mapping[str, str]]], Mapping[str, Value] | None]
+Plans = Callable[[Mapping[str, Value], int, int], bool]
+
+
+class Machine(NamedTuple):
+    """The machine of a command line."""
+
+    devices: int | None = None  # None: not stated
+    hosts: int | None = None
+    plans: Plans | None = None  # whether a config can be planned for devices and hosts; None: not known
+    has_flags: bool = False  # whether the command takes --devices and --hosts
 
 
 class UnknownKeys(ConfigError):
@@ -33,42 +47,43 @@ class UnknownKeys(ConfigError):
 
     def __init__(
         self, unknown: Sequence[Entry], keys: Mapping[str, Key], file: str | None, settled: Settled,
-        devices: int | None = None, hosts: int | None = None,
+        own: Mapping[str, str], machine: Machine | None = None,
     ) -> None:  # fmt: skip
         """Makes the error.
 
         Args:
-          unknown: the unknown entries, at least one.
+          unknown: the unknown entries, at least one; a name with leading dashes was typed as a flag.
           keys: those of the config.
           file: the config file, if an entry may be in it.
           settled: returns the values of the config with these settings in place of each unknown entry, or None if it
             is refused.
-          devices: of the machine; None: unknown.
-          hosts: of the machine; None: unknown.
+          own: known keys and their texts in the layers of the unknown ones.
+          machine: that of the command line; None: unknown.
         """
         super().__init__(*(entry.name for entry in unknown[:_MOST_ANSWERS]))
-        self._facts, self._machine = (unknown, keys, file, settled), (devices, hosts)
+        self._facts, self._machine = (unknown, keys, file, settled, own), machine or Machine()
 
     def __str__(self) -> str:
         return self._message
 
     @functools.cached_property
     def _message(self) -> str:
-        unknown, keys, file, settled = self._facts
-        setting, works = _settings(unknown, keys, settled, *self._machine)
-        most = 2 if len(unknown) == 1 else 1
+        unknown, keys, file, settled, own = self._facts
+        setting, works = _settings(unknown, keys, settled, own, self._machine)
+        is_one = len({entry.name for entry in unknown if entry.name not in keys}) == 1
         answered = unknown[:_MOST_ANSWERS]
+        most = 2 if is_one else 1
         answers = [f"{shown(entry.name)}{hint(entry.name, keys, setting.is_of_prompts, most)}" for entry in answered]
         rest = len(unknown) - len(answers)
         said = "; ".join(answers) + (f"; and {rest} more" if rest > 0 else "")
-        plural = "s" if len(unknown) > 1 else ""
-        where = unknown[0].where
-        where = f"{where}: " if where and not plural else ""
-        return f"{where}unknown key{plural} {said}{works}{_import(unknown, file)}"
+        where = f"{unknown[0].where}: " if unknown[0].where and len(unknown) == 1 else ""
+        are_flags = all(entry.name.startswith("-") for entry in unknown)
+        what = "" if are_flags else "unknown key " if is_one else "unknown keys "
+        return f"{where}{what}{said}{works}{_import(unknown, file)}"
 
-    def on(self, devices: int | None, hosts: int | None) -> ConfigError:
-        """Returns the error for a machine of these devices and hosts."""
-        return UnknownKeys(*self._facts, devices, hosts)
+    def on(self, machine: Machine) -> ConfigError:
+        """Returns the error for a machine."""
+        return UnknownKeys(*self._facts, machine)
 
 
 def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False, most: int = 2) -> str:
@@ -83,39 +98,18 @@ def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False, most: int 
     found = _for(name, is_of_prompts)[:most]
     if key := _in_block(name, found, keys):
         return f" is {key}: state it without the block"
+    if (key := _as_key(name, found)) in keys:
+        return ": config keys are stated without dashes" if name.startswith("-") else f": the key is {key}"
     if found:
         return f" {'; or '.join(row.answer() for row in found)}"
     near = misspelt(name, keys)
-    return f"; nearest: {near}" if near else " (maxbatch config lists the keys)"
+    return f"; nearest: {near}" if near else "" if name.startswith("-") else " (maxbatch config lists the keys)"
 
 
-def unknown_flag(
-    flag: str, values: Sequence[str], line: Sequence[str], setting: Setting, keys: Iterable[str]
-) -> str | None:
-    """Returns the message for a flag that is another framework's word, or None.
-
-    Args:
-      flag: the flag, with its dashes.
-      values: the words after it.
-      line: all words of the command line; a ramp looks up its final batch there.
-      setting: the config and the machine of the line.
-      keys: those of the config.
-    """
-    word = normal(flag)
-    found = _for(word, setting.is_of_prompts)
-    if not found or (found[0].keys == (word,) and word in keys):
-        return None
-    row, settings = found[0], ""
-    by_value = converted(row.word, values[0], setting) if values else None
-    if row.word == "batch_size" and values:
-        settings = _three_batches(shown(values[0]), setting.hosts)
-    elif row.word == "rampup_batch_size":
-        settings = _rampup(values, line)
-    elif by_value:
-        settings = _stated(by_value)
-    elif row.is_same and values:
-        settings = _stated({row.keys[0]: values[0]})
-    return "; or ".join(row.answer() for row in found) + (f"; works: {settings}" if settings else "")
+def _as_key(name: str, found: Sequence[Word]) -> str:
+    """Returns the key of ours that a name is in another spelling; "" if it is another framework's word instead."""
+    word = normal(name)
+    return word if not found or found[0].keys == (word,) else ""
 
 
 def _for(name: str, is_of_prompts: bool) -> Sequence[Word]:
@@ -132,30 +126,23 @@ def _in_block(name: str, found: Sequence[Word], keys: Iterable[str]) -> str | No
     return last if last != name and last in keys and not is_answered else None
 
 
-def _stated(settings: Mapping[str, str]) -> str:
-    return " ".join(f"{name}={shlex.quote(shown(text))}" for name, text in settings.items())
-
-
-def _three_batches(batch: str, hosts: int | None) -> str:
+def three_batches(batch: int, hosts: int | None) -> str:
     """Returns the settings for `--batch-size`, which frameworks mean in three ways."""
-    if not re.fullmatch(r"\d{1,12}", batch):
-        return ""
-    of_node = f"{batch} x nodes" if hosts is None else str(int(batch) * hosts)
+    of_node = f"{batch} x nodes" if hosts is None else str(batch * hosts)
     return (
         f"global_batch_size={batch} (of all devices), per_device_batch_size={batch} (of each process) or "
         f"global_batch_size={of_node} (of each node)"
     )
 
 
-def _rampup(values: Sequence[str], line: Sequence[str]) -> str:
-    """Returns the setting for Megatron-LM's ramp, if the line states the batch that it leads to."""
-    words = [part for word in line for part in word.split("=")]
-    stated = [i for i, word in enumerate(words[:-1]) if normal(word) == "global_batch_size"]
-    numbers = [*values, *(words[i + 1] for i in stated[-1:])]
-    if len(numbers) != 4 or not all(re.fullmatch(r"\d{1,12}", number) for number in numbers):
-        return ""
+def _rampup(text: str, own: Mapping[str, str], rest: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
+    """Returns the setting for Megatron-LM's ramp, if the batch that it leads to is stated beside it."""
+    batches = [settings["global_batch_size"] for settings in (own, *rest) if "global_batch_size" in settings]
+    numbers = [*re.findall(r"\d{1,12}", text), *batches[-1:]]
+    if len(numbers) != 4 or not all(number.isdigit() for number in numbers):
+        return None
     schedule = rampup_schedule(*map(int, numbers))
-    return f'batch_size_schedule="{schedule}" in place of global_batch_size' if schedule else ""
+    return {"batch_size_schedule": schedule} if schedule else None
 
 
 def _sizeless(part: str) -> str:
@@ -182,28 +169,69 @@ def misspelt(name: str, keys: Iterable[str]) -> str | None:
 
 
 def _settings(
-    unknown: Sequence[Entry], keys: Mapping[str, Key], settled: Settled, devices: int | None, hosts: int | None
+    unknown: Sequence[Entry], keys: Mapping[str, Key], settled: Settled, own: Mapping[str, str], machine: Machine
 ) -> tuple[Setting, str]:
     """Returns the config without the unknown entries, and the settings that take their place if each has one."""
     place_of: dict[str, Mapping[str, str]] = {entry.name: {} for entry in unknown}
-    setting = Setting(settled(place_of) or {}, devices, hosts)
+    setting = Setting(settled(place_of) or {}, machine.devices, machine.hosts)
     rows = {entry.name: next(iter(_for(entry.name, setting.is_of_prompts)), None) for entry in unknown}
+    words = {row.word: entry.text for entry in unknown if (row := rows[entry.name])}
     for entry in unknown:
         row = rows[entry.name]
         key = _in_block(entry.name, [row] if row else [], keys) or (row.keys[0] if row and row.is_same else "")
+        key = key or _as_key(entry.name, [row] if row else [])
         if key in keys:
             place_of[entry.name] = {key: entry.text}
-    setting = Setting(settled(place_of) or setting.values, devices, hosts)
+    setting = dataclasses.replace(setting, values=settled(place_of) or setting.values)
+    batch = together(words, own, setting)
+    if batch is None:
+        return setting, ""
+    setting = dataclasses.replace(setting, devices=batch.devices, hosts=batch.hosts)
     for entry in unknown:
         row = rows[entry.name]
-        if row and (by_value := converted(row.word, entry.text, setting)):
+        if row and row.word in _THREE_BATCHES and len(unknown) == 1 and re.fullmatch(r"\d{1,12}", entry.text):
+            return setting, f"; works: {three_batches(int(entry.text), setting.hosts)}"
+        if row and row.word in batch.settings:
+            place_of[entry.name] = batch.settings[row.word]
+        elif row and (by_value := converted(row.word, entry.text, setting)):
             place_of[entry.name] = by_value
-        if not place_of[entry.name] and not (row and row.is_ignored):
+    for entry in unknown:
+        row = rows[entry.name]
+        if row and row.word == "rampup_batch_size" and (ramp := _rampup(entry.text, own, list(place_of.values()))):
+            place_of |= {name: {} for name, ours in place_of.items() if "global_batch_size" in ours}
+            place_of[entry.name] = ramp
+        elif not place_of[entry.name] and not (row and (row.is_ignored or row.word in batch.settings)):
             return setting, ""
-    names = [name for settings in place_of.values() for name in settings]
-    if not names or len(set(names)) < len(names) or settled(place_of) is None:
+    stated = [(name, text) for ours in place_of.values() for name, text in ours.items()]
+    beside = {} if setting.is_of_prompts else own  # a batch of prompts is stated again, to replace it
+    if any(dict(stated)[name] != text or beside.get(name, text) != text for name, text in stated):
         return setting, ""
-    return setting, "; works: " + " ".join(_stated(settings) for settings in place_of.values() if settings)
+    values = settled(place_of)
+    flags = None if values is None else _flags(values, setting, machine)
+    added = {name: text for name, text in stated if own.get(name) != text}
+    found = [*(f"{name}={shlex.quote(shown(text))}" for name, text in added.items()), *(flags or [])]
+    return setting, f"; works: {' '.join(found)}" if flags is not None and found else ""
+
+
+def _flags(values: Mapping[str, Value], setting: Setting, machine: Machine) -> list[str] | None:
+    """Returns the flags that state the machine of the words; None if the config cannot be planned for it.
+
+    Without a machine the least one is taken that has the mesh.
+    """
+    if machine.plans is None:
+        return []
+    hosts = setting.hosts or 1
+    least = hosts * (dataclasses.replace(setting, values=values).devices_of_replica or 1)
+    tried = [setting.devices] if setting.devices else [1, least]
+    for devices in tried:
+        if machine.plans(values, devices, hosts if setting.devices or machine.hosts else 1):
+            break
+    else:
+        return None
+    if not machine.has_flags:
+        return []
+    flags = [f"--devices {devices}"] if devices > 1 and machine.devices is None else []
+    return flags + ([f"--hosts {hosts}"] if machine.hosts is None and hosts > 1 and setting.devices else [])
 
 
 def _import(unknown: Sequence[Entry], file: str | None) -> str:

@@ -6,7 +6,7 @@ Without a ramp it is the usual schedule per step (optax.warmup_cosine_decay_sche
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, overload
 
 from ml_collections import ConfigDict
 
@@ -16,6 +16,9 @@ from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.rate_shape import rate_shape, warm_up_end
 from maxbatch.plan.refusal import Refusal
 from maxbatch.plan.seesaw import Seesaw
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class LearningRate(NamedTuple):
@@ -55,9 +58,20 @@ class LearningRate(NamedTuple):
             raise Refusal(config, "num_epochs", rule, {"num_epochs": None, "train_samples": 100_000})
         return cls(config.rates, manager, manager.total_samples or 0, Seesaw.if_stated(config) is not None)
 
-    def __call__(self, samples_seen: int) -> float:
-        """Returns the rate of the step that starts at samples_seen."""
-        return self.at(samples_seen)
+    @overload
+    def __call__(self, samples_seen: int) -> float: ...
+
+    @overload
+    def __call__(self, samples_seen: np.ndarray) -> np.ndarray: ...
+
+    def __call__(self, samples_seen: int | np.ndarray) -> float | np.ndarray:
+        """Returns the rate of the step that starts at samples_seen; of an array of positions, one of their rates."""
+        if not getattr(samples_seen, "shape", ()):
+            return self.at(int(samples_seen))
+        import numpy as np
+
+        positions = np.asarray(samples_seen)
+        return np.array([self.at(int(position)) for position in positions.flat]).reshape(positions.shape)
 
     def at(self, samples_seen: int) -> float:
         """Returns the rate of the step that starts at samples_seen."""

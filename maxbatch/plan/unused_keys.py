@@ -26,19 +26,29 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
       manager: the plan of its batch.
       resumes: whether the run resumes a checkpoint.
     """
+    scaling = stated(config, "learning_rate_scaling")
     if config.rates.reference_batch_size is not None and config.rates.learning_rate_scaling == "none":
         yield f"{stated(config, 'reference_batch_size')} has no effect without learning_rate_scaling=linear or sqrt"
+    elif (
+        config.rates.learning_rate_scaling != "none"
+        and len(manager.stages) == 1
+        and config.rates.reference_batch_size is None
+    ):
+        yield f"{scaling} has no effect without reference_batch_size, the batch that learning_rate was tuned for"
+    batches = [name for name in ("global_batch_size", "batch_size_schedule") if config.batch[name] is not None]
     if not config.ramp.enable_rampup_batch_size:
         names = [key.name for key in RampConfig.declared()]
         if ramp := [name for name in names if config[name] != keys()[name].read(keys()[name].default)]:
             verb = "have" if len(ramp) > 1 else "has"
-            yield f"{stated(config, *ramp)} {verb} no effect without enable_rampup_batch_size=true"
-    states_batch = config.batch.global_batch_size is not None or config.batch.batch_size_schedule is not None
-    if config.batch.batch_padding and not states_batch and config.prompts.batch_size is None:
+            reason = f": {stated(config, *batches)} is stated instead, so there is no such ramp" if batches else (
+                " without enable_rampup_batch_size=true"
+            )  # fmt: skip
+            yield f"{stated(config, *ramp)} {verb} no effect{reason}"
+    if config.batch.batch_padding and not batches and config.prompts.batch_size is None:
         yield "batch_padding=true has no effect without global_batch_size or batch_size_schedule, which it pads"
     if 0 < exact(config.batch.expansion_factor_real_data) < 1 and not resumes:
         factor = stated(config, "expansion_factor_real_data")
-        yield f"{factor} has no effect on a new run: below 1 it is for a resume on fewer hosts"
+        yield f"{factor} has no effect on a new run: below 1 it is for a resume, on e x the hosts that loaded before"
     if config.mesh.num_pipeline_microbatches > 1 and mesh.num_pipeline_stages == 1:
         parts = stated(config, "num_pipeline_microbatches")
         yield f"{parts} has no effect without pipeline stages (ici_pipeline_parallelism or dcn_pipeline_parallelism)"

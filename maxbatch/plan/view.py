@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Sequence
 from fractions import Fraction
 
 from ml_collections import ConfigDict
@@ -10,8 +11,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
+from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import Stage
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
@@ -36,7 +39,7 @@ batch
   micro_batch_size_to_train_on   p x N: samples in one pass
   gradient_accumulation_steps    g: micro-batches per update
   global_batch_size_to_train_on  p x N x g: samples per update
-  num_replicas                   groups of devices that each hold the whole model
+  num_replicas                   groups of devices that each take part of the batch
   per_replica_batch_size         samples of a replica per update
   tokens_per_step                slots per update
   padded_slots_per_step          rows of padding per update (batch_padding)
@@ -87,11 +90,13 @@ run
   samples_per_epoch              samples in one pass over the data
   steps_per_epoch                updates for one pass over the data, rounded up
   epochs                         passes over the data
+ramp
   num_increments                 n: increments of the ramp, (p - start) / increment
   samples_per_increment          samples between the thresholds of two stages
   rampup_end_step                updates before the last stage
   rampup_end_sample              samples before the last stage
 """
+_OF_PADDING = ("padded_slots_per_step", "padded_share")
 # Numbers that count a whole batch, also one that is cut into mini-batches.
 _OF_BATCH = (
     "gradient_accumulation_steps",
@@ -140,7 +145,8 @@ def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Consol
     except ConfigError:
         rate = None  # the samples of an epoch are unknown here
     console.print()
-    console.print(ramp_table(plan, rate))
+    optimizer = PlanConfig.of(config).optimizer
+    console.print(ramp_table(plan, rate, [name for name in Decays._fields if _is_in_tokens(optimizer, name)]))
     if plan.rl and plan.rl.updates_per_batch > 1:
         console.print()
         console.print(updates_table(plan.rl))
@@ -183,8 +189,20 @@ def versions_table(batch: RLBatch, num_devices: int) -> Table:
     return table
 
 
-def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
-    """Returns the table of stages; with a rate, also that of each one's first and last update."""
+def _is_in_tokens(optimizer: OptimizerConfig, decay: str) -> bool:
+    """Returns whether a decay is stated in tokens, so that its value per update is news."""
+    name = "weight_decay_timescale" if decay == "adam_weight_decay" else f"{decay}_half_life"
+    return optimizer[name] is not None
+
+
+def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequence[str] = ()) -> Table:
+    """Returns the table of stages; with a rate, also that of each one's first and last update.
+
+    Args:
+      plan: the plan of the batch.
+      rate: of the run; None: the table has no rates.
+      decays: those of `Decays` that are shown where no ramp changes them, too.
+    """
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
     sample, of_pairs = ("prompt", " pairs") if plan.rl else (plan.sample, "")
     heads = [
@@ -203,7 +221,8 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None) -> Table:
     heads += ["padded"] if padded else []
     heads += ["lr scale"] if scaled else []
     # A ramp changes those that are stated in tokens, and with adam_scaling=sde the moments'.
-    decays = [name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1]
+    changing = [name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1]
+    decays = [name for name in Decays._fields if name in changing or name in decays]
     heads += [name.removeprefix("adam_") for name in decays]
     heads += ["lr first", "lr last"] if rate else []
     table = PlainTable(*heads, justify="right")
@@ -291,14 +310,16 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
     """Returns every number by its name and in groups, one per line of at most `most` columns."""
     groups: dict[str, list[tuple[str, str, str]]] = {}
     title = ""
+    absent = {"pipeline": plan.num_pipeline_stages == 1, "ramp": len(plan.stages) == 1}
+    unpadded = _OF_PADDING if not any(stage.padded_slots_per_step for stage in plan.stages) else ()
     for line in _NUMBERS.strip().splitlines():
         name, meaning = line.split(maxsplit=1) if line.startswith(" ") else ("", line)
         source = next((part for part in (plan, plan.experts, plan.rl) if hasattr(part, name)), None)
         if not name:
             title = line
-        elif source:
+        elif source and not absent.get(title) and name not in unpadded:
             if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
-                meaning = meaning.replace("samples", "prompts" if title == "run" else "pairs")
+                meaning = meaning.replace("samples", "prompts" if title in ("run", "ramp") else "pairs")
             if name in _OF_BATCH and plan.manager.num_minibatches > 1:
                 meaning = meaning.replace("per update", "per batch")
             elif plan.sample != "sample":

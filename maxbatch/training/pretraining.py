@@ -152,7 +152,7 @@ class Pretraining:
             return self.stream.identity, self.stream.samples_per_epoch
 
         identity, samples_per_epoch = broadcast(facts)
-        own = self.stream.identity if self.stream else identity
+        own = self.stream.identity if self.stream is not None else identity
         check_same_data(f"dataset_path={self._context.config.dataset_path!r}", own)
         return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
 
@@ -372,7 +372,7 @@ class Pretraining:
     def step(self, state: TrainState, batch: StagedBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         numbers = np.int32(batch.num_micro_batches), jax.tree.map(np.float32, settings)
         state, metrics = self.steps[batch.shape](state, batch.batch, *numbers)
-        counts = self.stream.samples_by_source(batch.planned.end_sample) if self.stream else None
+        counts = self.stream.samples_by_source(batch.planned.end_sample) if self.stream is not None else None
         return state, Dispatched(
             planned=batch.planned,
             micro_batch_size=batch.shape.micro_batch,
@@ -418,7 +418,7 @@ class Pretraining:
         config = self._context.config
         if not (config.use_sft and config.generate_prompt) or self._parts.model or self._parts.stream:
             return None
-        questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream else [])]
+        questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
         if not questions:
             return None
         ends = end_tokens(config.load_parameters_path)

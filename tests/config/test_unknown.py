@@ -116,7 +116,7 @@ def test_a_maxtext_file_names_its_import(tmp_path: Path, capsys: pytest.CaptureF
     ("line", "said"),
     [
         ("--rampup-batch-size 16 16 96", "is said by batch_size_schedule"),
-        ("--rampup-batch-size 16 16 96 --global-batch-size 64", 'works: batch_size_schedule="0:16 32:32 64:48 96:64"'),
+        ("--rampup-batch-size 16 16 96 --global-batch-size 64", "works: batch_size_schedule='0:16 32:32 64:48 96:64'"),
         ("--micro-batch-size 2", "works: per_device_batch_size=2"),
         ("--train-iters=7", "works: steps=7"),
         ("--batch-size 8", "global_batch_size"),
@@ -139,7 +139,7 @@ def test_flags_of_others_are_answered_like_keys(capsys: pytest.CaptureFixture[st
         ("batch_size_per_node=256 --devices 8 --hosts 2", "global_batch_size=512"),
         ("--batch-size-per-node 256 --devices 8 --hosts 2", "global_batch_size=512"),
         ("--micro-batch-size 16", "per_device_batch_size=16"),
-        ("--micro-batch-size 16 ici_tensor_parallelism=4", "per_device_batch_size=4"),
+        ("--micro-batch-size 16 ici_tensor_parallelism=4", "per_device_batch_size=4 --devices 4"),
         ("rl effective_batch_size=64", "batch_size=8"),
         ("rl --effective-batch-size 64", "batch_size=8"),
         ("rl ppo_micro_batch_size_per_gpu=8 --devices 4", "micro_batch_size=32"),

@@ -36,6 +36,12 @@ steps_per_epoch: --samples-per-epoch | batch_size_per_node: global_batch_size | 
 report_to: log_to | wandb_project: log_to | train_on_inputs: sft_train_on_completion_only | chat_template: use_sft
 bias: attention_bias | offload_optimizer: remat_policy | lora.lora_rank: lora_rank
 async_scheduling: can be left out | world_size: --devices | tokens_per_step: max_target_length
+ngpu_per_node: per_device_batch_size | nodes: --hosts | number_of_gpus: --devices
+per_node_batch_size: global_batch_size | images_per_node: global_batch_size
+images_per_gpu: per_device_batch_size | per_gpu_batch_size: per_device_batch_size
+DataParallel: global_batch_size | DistributedDataParallel: ici_data_parallelism | DistributedSampler: can be left out
+multiprocessing_distributed: can be left out | nprocs: --devices | device_ids: --devices | MASTER_PORT: can be left out
+sqrt_scaling: learning_rate_scaling | epoch: num_epochs | b: per_device_batch_size | epochs: num_epochs
 """
 MAXTEXT = """
 per_device_batch_size: = | gradient_accumulation_steps: = | expansion_factor_real_data: =
@@ -144,7 +150,33 @@ trl.num_generations: num_generations | trl.max_completion_length: max_target_len
 trl.generation_batch_size: batch_size | n_samples_per_prompt: num_generations | replay_buffer_size: not supported
 dataloader_num_workers: grain_worker_count | torch_empty_cache_steps: can be left out | lora_alpha: =
 """
-LISTS = {"general": GENERAL, "MaxText": MAXTEXT, "TRL": TRL, "verl": VERL, "Axolotl": AXOLOTL}
+TORCHTITAN = """
+num_tokens_per_train_step: global_batch_size | num_tokens_per_microbatch_per_dp_rank: per_device_batch_size
+max_context_length: max_target_length | num_pp_microbatches: num_pipeline_microbatches | steps: =
+local_batch_size: per_device_batch_size | global_batch_size: = | seq_len: max_target_length
+lr_scheduler.warmup_steps: warmup_steps_fraction | lr_scheduler.min_lr_factor: learning_rate_final_fraction
+"""
+LEVANTER = """
+train_batch_size: global_batch_size | per_device_parallelism: per_device_batch_size
+per_device_eval_parallelism: eval_per_device_batch_size | allow_nondivisible_batch_size: batch_padding
+num_train_steps: steps | train_seq_len: max_target_length | batch_schedule: batch_size_schedule
+optimizer.warmup: warmup_steps_fraction | optimizer.min_lr_ratio: learning_rate_final_fraction
+"""
+OLMO_CORE = """
+rank_microbatch_size: per_device_batch_size | sequence_length: max_target_length
+max_sequence_length: max_target_length | max_duration: train_tokens | hard_stop: can be left out
+batch_size_scheduler: batch_size_schedule | scheduler.warmup_fraction: warmup_steps_fraction | t_max: steps
+"""
+LISTS = {
+    "torchtitan": TORCHTITAN,
+    "Levanter": LEVANTER,
+    "OLMo-core": OLMO_CORE,
+    "general": GENERAL,
+    "MaxText": MAXTEXT,
+    "TRL": TRL,
+    "verl": VERL,
+    "Axolotl": AXOLOTL,
+}
 # Beside these words of RL stands another meaning, in configs of pre-training.
 OF_PROMPTS = {"effective_batch_size", "epsilon", "mini_batch_size"}
 

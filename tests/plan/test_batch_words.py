@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import random
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -38,6 +39,12 @@ def ddp(batch_size: int, world: int, sampled: bool = True) -> Update:
     return [row for ids in ranks for row in next(loader(batch_size, ids))]
 
 
+def ddp_shuffled(batch_size: int, seeds: Sequence[int]) -> Update:
+    """Ranks without a sampler, of which each shuffles all ids by its own seed."""
+    ranks = [random.Random(seed).sample(STREAM, len(STREAM)) for seed in seeds]
+    return [row for ids in ranks for row in next(loader(batch_size, ids))]
+
+
 def keras(batch_size: int, replicas: int) -> Update:
     """`experimental_distribute_dataset` re-batches a global batch into one of each replica."""
     return [row for part in loader(batch_size // replicas, next(loader(batch_size, STREAM))) for row in part]
@@ -60,6 +67,7 @@ THERE: dict[str, tuple[Callable[[], Update], int]] = {  # the update, and the de
     "ddp": (lambda: ddp(256, 8), 8),
     "ddp-divided": (lambda: ddp(256 // 8, 8), 8),
     "ddp-without-sampler": (lambda: ddp(32, 8, sampled=False), 8),
+    "ddp-shuffled-without-sampler": (lambda: ddp_shuffled(32, range(8)), 8),
     "samples-per-node": (lambda: ddp(64 // 8, 4 * 8), 32),
     "keras-fit": (lambda: keras(256, 8), 8),
     "keras-dataset": (lambda: keras(256, 8), 8),
@@ -85,6 +93,8 @@ def test_the_count_there_is_the_count_of_the_page_and_of_the_plan(row: str) -> N
 def test_without_a_sampler_every_rank_trains_on_the_same_rows() -> None:
     update = ddp(32, 8, sampled=False)
     assert len(update) == 256 and update[:32] * 8 == update
+    shuffled_alike = ddp_shuffled(32, [7] * 8)
+    assert len(shuffled_alike) == 256 and len(set(shuffled_alike)) == 32
 
 
 def test_samples_per_node_are_printed() -> None:

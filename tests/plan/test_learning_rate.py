@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import optax
 import pytest
 from hypothesis import given
@@ -49,6 +50,14 @@ def test_the_rate_at_a_position_does_not_depend_on_the_ramp(schedule: str) -> No
     common = ("train_samples=4000", f"learning_rate_schedule={schedule}")
     constant, ramped = rate_of(*common), rate_of(*common, "enable_rampup_batch_size=true")
     assert [constant.at(s) for s in range(0, 4001, 7)] == [ramped.at(s) for s in range(0, 4001, 7)]
+
+
+def test_a_rate_takes_arrays_of_positions() -> None:
+    rate = LearningRate.from_config(load_config(overrides=["steps=10"]))
+    positions = np.arange(6).reshape(2, 3) * 16
+    assert rate(positions).shape == (2, 3)
+    assert rate(positions).tolist() == [[rate(int(position)) for position in row] for row in positions]
+    assert rate(np.int64(32)) == rate(32)
 
 
 def test_the_scale_multiplies_stage_by_stage() -> None:

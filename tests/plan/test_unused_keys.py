@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
 from maxbatch import BatchPlan, load_config
 from maxbatch.cli import main
 from maxbatch.plan.batch import Resume
 from maxbatch.plan.unused_keys import _enough_samples, _visits_all
+from maxbatch.runs.position import CheckpointRecord, Position
+from tests.helpers.configs import write
 
 
 def warnings_of(overrides: list[str], devices: int = 1, path: str | None = None, **keywords: Resume) -> tuple[str, ...]:
@@ -18,7 +23,12 @@ def warnings_of(overrides: list[str], devices: int = 1, path: str | None = None,
     ("overrides", "said"),
     [
         (["reference_batch_size=64"], "reference_batch_size=64 has no effect without learning_rate_scaling"),
+        (["learning_rate_scaling=linear"], "learning_rate_scaling=linear has no effect without reference_batch_size"),
         (["per_device_batch_size_start=8"], "per_device_batch_size_start=8 has no effect without enable_rampup"),
+        (
+            ["per_device_batch_size_start=8", "global_batch_size=64"],
+            "per_device_batch_size_start=8 has no effect: global_batch_size=64 is stated instead, so there is no such",
+        ),
         (
             ["per_device_batch_size_start=8", "global_rampup_samples=1K"],
             "per_device_batch_size_start=8, global_rampup_samples=1000 have no effect without enable_rampup",
@@ -40,6 +50,7 @@ def test_a_value_without_an_effect_is_told_once(overrides: list[str], said: str)
     [
         [],
         ["reference_batch_size=64", "learning_rate_scaling=sqrt"],
+        ["batch_size_schedule=0:16 800:32", "learning_rate_scaling=linear"],
         ["per_device_batch_size_start=8", "enable_rampup_batch_size=true"],
         ["per_device_batch_size_start=4", "global_rampup_samples=500"],  # the defaults
         ["num_pipeline_microbatches=4", "ici_pipeline_parallelism=2", "ici_fsdp_parallelism=1"],
@@ -56,6 +67,34 @@ def test_a_value_with_an_effect_is_not_told(overrides: list[str]) -> None:
 
 def test_a_factor_below_one_is_for_a_resume() -> None:
     assert warnings_of(["expansion_factor_real_data=0.5"], resume=Resume(5, 80, 2, 2)) == ()
+
+
+def test_plan_compares_a_factor_below_one_with_the_checkpoint_in_run_dir(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("maxbatch.runs.position.last_saved", lambda _: 5)
+    record = CheckpointRecord(Position(5, 80), {"data": {}, "model": {}}, 0, (2, 2))
+    monkeypatch.setattr("maxbatch.runs.position.read_record", lambda _: record)
+    line = ["plan", "--devices", "4", f"run_dir={tmp_path}"]
+    assert main([*line, "expansion_factor_real_data=0.5"]) == 0
+    assert "no effect" not in capsys.readouterr().err
+    assert main([*line, "expansion_factor_real_data=0.25"]) == 2
+    assert "hosts now / loading hosts of the checkpoint = 1/2; works" in capsys.readouterr().err
+
+
+def test_a_batch_over_the_ramp_of_a_file_says_that_there_is_no_ramp() -> None:
+    ramp = write(Path("ramp.yml"), "enable_rampup_batch_size: true\nper_device_batch_size_increment: 4\n")
+    (warning,) = warnings_of(["global_batch_size=64"], path=ramp)
+    assert "global_batch_size=64 is stated instead" in warning and "enable_rampup" not in warning
+
+
+def test_plan_shows_decays_in_tokens_and_only_sections_that_apply(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--devices", "1", "adam_b2_half_life=2Mt", "weight_decay_timescale=1.0run"]) == 0
+    said = capsys.readouterr().out
+    *_, heads, numbers = said.splitlines()
+    stage = dict(zip(re.split(r"\s{2,}", heads.strip()), re.split(r"\s{2,}", numbers.strip()), strict=True))
+    assert float(stage["b2"]) == pytest.approx(0.5 ** (4096 / 2e6), abs=1e-4) and "weight_decay" in stage
+    assert not any(title in said.split() for title in ("b1", "pipeline", "ramp", "num_increments", "padded_share"))
 
 
 def test_the_ramp_that_a_warning_names_visits_all_its_stages_and_is_the_shortest() -> None:

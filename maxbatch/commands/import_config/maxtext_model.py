@@ -69,7 +69,6 @@ def translate_form(t: Translation, is_preset: bool) -> None:
         t.settings["norm_topk_prob"] = "true"
         if "norm_topk_prob" in t:
             t.ignore("norm_topk_prob", f"{block}'s block always normalises")
-    _balance(t)
     _tied_logits(t, block)
     _activations(t)
     _rope(t)
@@ -87,16 +86,6 @@ def _family(t: Translation, block: str) -> None:
         for word in t.left():
             if word.endswith("_for_vit") or word in _OF_IMAGES:
                 t.ignore(word, "use_multimodal=false: text alone is read")
-
-
-def _balance(t: Translation) -> None:
-    """Takes the weight of the balance loss, which there is the number of a token's experts where all is even."""
-    weight, choices = t.number("load_balance_loss_weight"), t.number("num_experts_per_tok")
-    if weight and choices is None and t.text("model_name") in MODEL_CHOICES:
-        choices = MODEL_CHOICES[t.text("model_name")]
-    if weight and "load_balance_loss_weight" in t and t.is_left("load_balance_loss_weight"):
-        why = "x the experts of a token: there the loss is their number where all is even, here 1"
-        t.map("load_balance_loss_weight", why, load_balance_loss_weight=f"{weight * (choices or 1):.12g}")
 
 
 def _gpt_oss(t: Translation) -> None:

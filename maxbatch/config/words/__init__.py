@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -17,7 +18,7 @@ from maxbatch.config.sections import PromptBatchConfig, RLConfig
 FRAMEWORKS = {
     "maxtext": "MaxText", "hf": "Hugging Face", "deepspeed": "DeepSpeed", "axolotl": "Axolotl",
     "megatron": "Megatron-LM", "nemo": "NeMo", "keras": "Keras", "torch": "PyTorch", "lightning": "Lightning",
-    "nanogpt": "nanoGPT", "torchtitan": "torchtitan", "levanter": "Levanter",
+    "nanogpt": "nanoGPT", "torchtitan": "torchtitan", "levanter": "Levanter", "olmo": "OLMo-core",
     "trl": "TRL", "verl": "verl",
 }  # fmt: skip
 
@@ -95,8 +96,8 @@ def _patterns() -> tuple[Word, ...]:
 
 
 def normal(word: str) -> str:
-    """Returns a flag or a name as the table writes it: without leading dashes, `-` as `_`, in lower case."""
-    return word.lstrip("-").replace("-", "_").lower()
+    """Returns a flag or a name as the table writes it: without leading dashes, `-` and blanks as `_`, in lower case."""
+    return re.sub(r"[-\s]+", "_", word.strip().lstrip("-")).lower()
 
 
 def meanings(word: str) -> tuple[Word, ...]:

@@ -32,12 +32,6 @@ class Setting:
         stated = [size for size in sizes if isinstance(size, int) and size > 0]
         return math.prod(stated) if len(stated) == len(sizes) else None
 
-    @property
-    def replicas(self) -> Fraction | None:
-        """Groups of devices that hold the model between them."""
-        together = self.devices_of_replica
-        return Fraction(self.devices, together) if self.devices and together else None
-
     def number(self, name: str) -> Fraction | None:
         """Returns the value of a number key; None where it is null or unknown."""
         value = self.values.get(name)
@@ -46,13 +40,23 @@ class Setting:
 
 def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
     """Returns our settings for a word whose value must be converted; None where that needs facts that are missing."""
-    convert = _CONVERSIONS.get(word)
+    convert, value = _CONVERSIONS.get(word), read_number(text)
+    found = convert(value, setting) if convert and value else None
+    return None if found is None else {name: text_of(number) for name, number in found.items()}
+
+
+def read_number(text: str) -> Fraction | None:
+    """Returns a positive number; None for any other text."""
     try:
         value = Fraction(text.strip().replace("_", ""))
     except (ValueError, ZeroDivisionError):
         return None
-    found = convert(value, setting) if convert and 0 < value < 2**63 else None
-    return None if found is None else {name: _text(number) for name, number in found.items()}
+    return value if 0 < value < 2**63 else None
+
+
+def text_of(number: Fraction) -> str:
+    """Returns a number as an override states it, exactly."""
+    return str(plain_number(number))
 
 
 def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | None:
@@ -66,28 +70,18 @@ def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | No
     return schedule_text((Fraction(i * samples, n), start + i * rise) for i in range(n + 1))
 
 
-def _text(number: Fraction) -> str:
-    plain = plain_number(number)
-    return f"{float(plain):.12g}" if isinstance(plain, Fraction) else str(plain)
-
-
 _Found = dict[str, Fraction] | None
 _Conversion = Callable[[Fraction, Setting], _Found]
 
 
-def _times(key: str, factor: Callable[[Setting], Fraction | int | None], of_prompts: bool = False) -> _Conversion:
-    """Returns the conversion to the value times a factor, in configs of reinforcement learning or in the others."""
+def _chunk(factor: Callable[[Setting], int | None]) -> _Conversion:
+    """Returns the conversion to pairs of one pass over all devices: the value times a factor."""
 
     def convert(value: Fraction, setting: Setting) -> _Found:
         by = factor(setting)
-        return {key: value * by} if by is not None and setting.is_of_prompts == of_prompts else None
+        return {"micro_batch_size": value * by} if by is not None and setting.is_of_prompts else None
 
     return convert
-
-
-def _per_device(value: Fraction, setting: Setting) -> _Found:
-    together = setting.devices_of_replica
-    return {"per_device_batch_size": value / together} if together and not setting.is_of_prompts else None
 
 
 def _pairs(value: Fraction, setting: Setting) -> _Found:
@@ -128,17 +122,13 @@ def _eval_rows(value: Fraction, setting: Setting) -> _Found:
     return {"eval_per_device_batch_size": value / setting.devices} if setting.devices else None
 
 
-_of_hosts = _times("global_batch_size", lambda setting: setting.hosts)
 _CONVERSIONS: Mapping[str, _Conversion] = {
-    "per_replica_batch_size": _times("global_batch_size", lambda setting: setting.replicas),
-    **dict.fromkeys(("batch_size_per_node", "samples_per_node", "samples_per_host"), _of_hosts),
-    **dict.fromkeys(("micro_batch_size", "micro_batch", "microbatch_size"), _per_device),
     **dict.fromkeys(
         ("effective_batch_size", "effective_batch", "global_batch", "total_batch_size", "generation_batch_size"), _pairs
     ),
     **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size"), _minibatches),
-    "ppo_micro_batch_size": _times("micro_batch_size", lambda setting: 1, of_prompts=True),
-    "ppo_micro_batch_size_per_gpu": _times("micro_batch_size", lambda setting: setting.devices, of_prompts=True),
+    "ppo_micro_batch_size": _chunk(lambda setting: 1),
+    "ppo_micro_batch_size_per_gpu": _chunk(lambda setting: setting.devices),
     **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_iters", "lr_warmup_iters", "warmup_num_steps",
                      "lr_warmup_steps"), _warmup),
     **dict.fromkeys(("min_lr", "min_learning_rate", "lr_min"), _last_rate),

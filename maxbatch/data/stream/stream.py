@@ -50,6 +50,19 @@ class Stream:
     is_endless: bool
     ahead: ReadAhead
 
+    def __len__(self) -> int:
+        """Returns the samples of an epoch, n, or of a held-out stream.
+
+        Raises:
+          TypeError: the sources of a mixture have epochs of their own, and so no common one.
+        """
+        if self.samples_per_epoch is None:
+            raise TypeError("the stream of a mixture has no epoch, and so no length")
+        return self.samples_per_epoch
+
+    def __bool__(self) -> bool:
+        return True
+
     def __getitem__(self, index: int) -> Rows:
         """Returns sample `index`, arrays [L].
 

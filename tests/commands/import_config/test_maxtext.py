@@ -205,9 +205,9 @@ sparse_matmul: true
 """
 
 
-def test_experts_are_those_of_maxtext_and_its_balance_loss_is_theirs_per_choice(tmp_path: Path) -> None:
+def test_experts_are_those_of_maxtext_and_its_balance_loss_is_theirs(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{MIXTRAL}")
-    assert config.norm_topk_prob and config.load_balance_loss_weight == 0.02
+    assert config.norm_topk_prob and config.load_balance_loss_weight == 0.01
     assert (config.num_experts, config.ici_expert_parallelism) == (8, 4)
     assert fates["megablox"].fate == fates["sparse_matmul"].fate == "ignored"
     preset, _ = imported("maxtext", tmp_path / "p.yml", f"{SYNTHETIC}model_name: mixtral-8x22b\n")
@@ -326,7 +326,7 @@ def test_gpt_oss_is_read_from_the_words_of_its_form(tmp_path: Path) -> None:
     assert (config.num_experts, config.num_experts_per_tok, config.base_moe_mlp_dim) == (8, 4, 96)
     assert (config.attention_bias, config.attention_out_bias, config.routed_bias) == (True, True, False)
     assert (config.rope_type, config.rope_factor, config.rope_truncate) == ("yarn", 4.0, False)
-    assert (config.rope_attention_factor, config.load_balance_loss_weight) == (None, 0.04)
+    assert (config.rope_attention_factor, config.load_balance_loss_weight) == (None, 0.01)
     config, _ = imported("maxtext", tmp_path / "scaling.yml", _GPT_OSS.replace("rope_attention_scaling: true", ""))
     assert config.rope_attention_factor == 1
     _, fates = imported("maxtext", tmp_path / "no.yml", _GPT_OSS.replace("attention_sink: true", ""))

@@ -46,6 +46,13 @@ def stream(tmp_path: Path) -> Stream:
     return opened(jsonl_config(tmp_path / "a.jsonl", TEXTS))
 
 
+def test_the_length_of_a_stream_is_its_epoch_and_its_weights_are_those_of_predicted_tokens(stream: Stream) -> None:
+    assert len(stream) == stream.samples_per_epoch
+    row = stream[0]
+    begins = np.diff(row["segments"], prepend=0) != 0
+    assert (row["weights"] == ((row["segments"] > 0) & ~begins)).all()
+
+
 PACKINGS = ["packing=true", "packing=false", "packing_strategy=best_fit"]
 
 

@@ -1,0 +1,172 @@
+"""The batch that several foreign words state together: all that follows from them, in our keys.
+
+A word states one quantity of the batch or of the machine. The quantities are tied by products, such as samples of an
+update = replicas x samples of a replica, so two words often tell a third.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from fractions import Fraction
+from typing import NamedTuple
+
+from maxbatch.config.words import look_up
+from maxbatch.config.words.convert import Setting, read_number, text_of
+
+# The first of each is the product of the two others.
+_PRODUCTS = (
+    ("devices", "hosts", "devices_of_host"),
+    ("devices", "replicas", "devices_of_replica"),
+    ("batch", "replicas", "samples_of_replica"),
+    ("batch", "rows_of_pass", "passes"),
+    ("batch", "hosts", "samples_of_host"),
+    ("samples_of_replica", "rows", "passes"),
+    ("rows_of_pass", "replicas", "rows"),
+    ("rows", "rows_of_device", "devices_of_replica"),
+    ("loaded", "batch", "expansion"),
+    ("hosts", "loading_hosts", "expansion"),
+    ("tokens", "batch", "length"),
+    ("tokens_of_rows", "rows", "length"),
+)
+_WHOLE = (
+    "devices", "hosts", "devices_of_host", "replicas", "batch", "rows_of_pass", "passes", "loaded", "loading_hosts",
+)  # fmt: skip
+_OF_KEY = {
+    "per_device_batch_size": "rows_of_device", "gradient_accumulation_steps": "passes", "global_batch_size": "batch",
+}  # fmt: skip
+_OF_MACHINE = {
+    "devices": ("number_of_devices", "num_devices", "number_of_gpus", "n_gpu", "n_gpus", "world_size", "size"),
+    "hosts": ("num_hosts", "nnodes", "num_nodes", "nodes", "num_machines"),
+    "devices_of_host": (
+        "nprocs", "nproc_per_node", "local_world_size", "ngpus_per_node", "ngpu_per_node", "gpus_per_node",
+        "n_gpus_per_node", "chips_per_vm", "devices", "gpus", "num_gpus",
+    ),
+    "replicas": ("num_replicas", "num_replicas_in_sync"),
+}  # fmt: skip
+_OF_BATCH = {
+    "samples_of_replica": ("per_replica_batch_size", "per_replica"),
+    "samples_of_host": (
+        "batch_size_per_node", "per_node_batch_size", "samples_per_node", "samples_per_host", "images_per_node",
+    ),
+    "rows": ("micro_batch_size", "micro_batch", "microbatch_size", "micro"),
+    "rows_of_pass": ("micro_batch_size_to_train_on",),
+    "loaded": ("global_batch_size_to_load", "global_batch_to_load"),
+    "loading_hosts": ("num_loading_hosts",),
+    "tokens": ("tokens_per_step", "tokens_per_batch", "num_tokens_per_train_step"),
+    "tokens_of_rows": ("num_tokens_per_microbatch_per_dp_rank", "rank_microbatch_size"),
+}  # fmt: skip
+_QUANTITY = {
+    word: quantity for table in (_OF_MACHINE, _OF_BATCH) for quantity, words in table.items() for word in words
+}
+# A word that is one of our keys counts rows of a model replica, where ours counts those of a device.
+_OF_SAME = _OF_KEY | {"per_device_batch_size": "rows"}
+_Facts = Iterable[tuple[str, Fraction]]
+_Known = Mapping[str, Fraction]
+
+
+class Together(NamedTuple):
+    """The settings and the machine that words state together."""
+
+    settings: Mapping[str, Mapping[str, str]]  # for each word of a batch or a machine that follows, ours in its place
+    devices: int | None  # None: unknown
+    hosts: int | None
+
+
+def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting) -> Together | None:
+    """Returns the batch and the machine that words state together; None if they contradict each other.
+
+    Args:
+      words: texts by words of the table; others than those of a batch or a machine are ignored.
+      own: texts of our keys that are stated beside them.
+      setting: the config and the machine.
+    """
+    stated: dict[str, tuple[str, Fraction]] = {}
+    for word, text in words.items():
+        quantity, value = _quantity(word), read_number(text)
+        if quantity and value and (quantity in _OF_MACHINE or not setting.is_of_prompts):
+            stated[word] = quantity, value
+    if not stated:
+        return Together({}, setting.devices, setting.hosts)
+    if "rank_microbatch_size" in stated and "global_batch_size" in own:
+        return None  # OLMo-core counts both in tokens
+    facts = [*stated.values(), *_facts(own, setting)]
+    known = _solved(facts)
+    if known is not None and "devices_of_host" in known and "hosts" not in known:
+        known = _solved([*known.items(), ("hosts", Fraction(1))])
+    if known is not None and {"loaded", "loading_hosts"} & known.keys() and "expansion" not in known:
+        known = _solved([*known.items(), *_as_configured(known, setting)])
+    if known is None:
+        return None
+    ours = {word: _ours(quantity, known) for word, (quantity, _) in stated.items()}
+    settings = {word: found for word, found in ours.items() if found is not None}
+    return Together(settings, _count(known, "devices"), _count(known, "hosts"))
+
+
+def _quantity(word: str) -> str | None:
+    """Returns the quantity that a word states; None for other words."""
+    row = look_up(word)
+    same = _OF_SAME.get(row.keys[0]) if row and row.is_same else None
+    return _QUANTITY.get(word, same)
+
+
+def _facts(own: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Fraction]]:
+    """Yields the quantities of the machine, of the mesh, and of our keys beside the words."""
+    machine = {"devices": setting.devices, "hosts": setting.hosts, "devices_of_replica": setting.devices_of_replica}
+    yield from ((name, Fraction(count)) for name, count in machine.items() if count)
+    if length := setting.number("max_target_length"):
+        yield "length", length
+    if not setting.is_of_prompts:
+        texts = ((quantity, read_number(own.get(key, ""))) for key, quantity in _OF_KEY.items())
+        yield from ((quantity, value) for quantity, value in texts if value)
+
+
+def _as_configured(known: _Known, setting: Setting) -> Iterator[tuple[str, Fraction]]:
+    """Yields the batch of the config, where words state none: only what is read beside it."""
+    if "batch" not in known:
+        batch = setting.number("global_batch_size")
+        own = {"batch": batch} if batch else {
+            quantity: setting.number(key) for key, quantity in _OF_KEY.items() if quantity != "batch"
+        }  # fmt: skip
+        yield from ((quantity, value) for quantity, value in own.items() if value and quantity not in known)
+
+
+def _solved(facts: _Facts) -> _Known | None:
+    """Returns the facts and all that follows from them; None if two differ, or a count is not whole."""
+    known: dict[str, Fraction] = {}
+    found = list(facts)
+    while found:
+        for name, value in found:
+            if known.setdefault(name, value) != value or (name in _WHOLE and value.denominator != 1):
+                return None
+        found = [fact for product in _PRODUCTS for fact in _follows(product, known) if known.get(fact[0]) != fact[1]]
+    return known
+
+
+def _follows(product: tuple[str, str, str], known: _Known) -> _Facts:
+    whole, one, other = product
+    if one in known and other in known:
+        yield whole, known[one] * known[other]
+    for part, rest in ((one, other), (other, one)):
+        if whole in known and rest in known:
+            yield part, known[whole] / known[rest]
+
+
+def _ours(quantity: str, known: _Known) -> Mapping[str, str] | None:
+    """Returns our settings for a quantity; None where a fact is missing, or no setting gives it."""
+    if quantity in _OF_MACHINE:
+        return {}
+    if quantity in ("loaded", "loading_hosts"):
+        factor = known.get("expansion")
+        is_whole = factor is not None and factor.denominator == 1
+        return {"expansion_factor_real_data": text_of(factor)} if factor and is_whole else None
+    key, needed = {
+        "rows": ("per_device_batch_size", "rows_of_device"),
+        "rows_of_pass": ("per_device_batch_size", "rows_of_device"),
+        "tokens_of_rows": ("per_device_batch_size", "rows_of_device"),
+        "passes": ("gradient_accumulation_steps", "passes"),
+    }.get(quantity, ("global_batch_size", "batch"))
+    return {key: text_of(known[needed])} if needed in known else None
+
+
+def _count(known: _Known, name: str) -> int | None:
+    return int(known[name]) if name in known else None
