@@ -24,7 +24,6 @@ BESIDE = {"megatron": "nemo", "trl": "hf"}  # whose words are read with those of
 MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
 # At these values a word that is not supported has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
-_OF_THE_OPTIMIZER = ("opt_type", "init_weights_seed", "weight_dtype")  # they fix parameters, not which model it is
 # Words that state adapters or another objective; MaxText's q_lora_rank and its like are of latent attention.
 _OBJECTIVE = re.compile(
     r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
@@ -289,6 +288,6 @@ def _states_run(name: str) -> bool:
     from maxbatch.config.keys import Fixes, Part
 
     key = keys()[name]
-    stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.MODEL
+    stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
     is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")
-    return is_model or key.part is Part.LENGTH or (bool(key.fixes & stated) and name not in _OF_THE_OPTIMIZER)
+    return is_model or key.part is Part.LENGTH or bool(key.fixes & stated)
