@@ -125,7 +125,9 @@ def test_each_layer_wins_over_the_ones_below(tmp_path: Path, monkeypatch: pytest
     assert (config.steps, config.text_field) == (5, "override")
 
 
-IMPORTED = "base_emb_dim: 100\nnum_experts: 4\nlearning_rate: 7e-5\nweight_dtype: bfloat16\nopt_type: lion\nmodel_name: "
+IMPORTED = (
+    "base_emb_dim: 100\nnum_experts: 4\nlearning_rate: 7e-5\nweight_dtype: bfloat16\nopt_type: lion\nmodel_name: "
+)
 
 
 @pytest.mark.parametrize("below", ["file", "base", "environment"])
@@ -144,8 +146,8 @@ def test_a_preset_displaces_the_model_of_lower_layers_and_nothing_else(
     assert {name: config[name] for name in names_fixing(Fixes.FORM)} == {
         name: alone[name] for name in names_fixing(Fixes.FORM)
     }
-    rates = (7e-5, "bfloat16", "lion") if below != "base" else (3e-4, "float32", "lion")  # a preset's are above a base's
-    assert (config.learning_rate, config.weight_dtype, config.opt_type) == rates
+    rates = (3e-4, "float32") if below == "base" else (7e-5, "bfloat16")  # a preset's are above those of a base_config
+    assert (config.learning_rate, config.weight_dtype, config.opt_type) == (*rates, "lion")
 
 
 def test_a_preset_of_the_environment_lies_between_the_file_and_the_overrides(
