@@ -70,18 +70,27 @@ def launched_processes(path: Path, number: int | None = None) -> int | None:
 
     The arguments are those of `read_line`, which has to accept them.
     """
-    commands = _training(_Script(path))
-    if not commands:
-        return None
-    whole = commands[(number or 1) - 1]
-    program = len(whole) - len(_arguments_of(whole)) - 1
-    stated = settings_of(whole[: max(0, program)], shown_path(path))
+    whole, program = _launch_of(path, number)
+    stated = settings_of(whole[:program], shown_path(path))
     counts = []
     for of_node, nodes in (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
         texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
         if all(_INTEGER.fullmatch(text) for text in texts):
             counts.append(math.prod(map(int, texts)))
     return counts[0] if counts else None
+
+
+def program_of(path: Path, number: int | None = None) -> str:
+    """Returns the module or the path that a command runs, "" without a command; arguments as of `launched_processes`."""
+    whole, program = _launch_of(path, number)
+    return whole[program] if whole else ""
+
+
+def _launch_of(path: Path, number: int | None) -> tuple[list[str], int]:
+    """Returns the words of a command that trains, none if there is no command, and the place of its program."""
+    commands = _training(_Script(path))
+    whole = commands[(number or 1) - 1] if commands else []
+    return whole, max(0, len(whole) - len(_arguments_of(whole)) - 1)
 
 
 def _training(script: _Script) -> list[list[str]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
@@ -28,11 +28,16 @@ _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[
 _OBJECTIVE = re.compile(
     r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
 )
+_OF_MODEL = "the file of the model that is named goes first there"
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
 
 class Merged(str):
     """A value that YAML's `<<` has put into another mapping as well."""
+
+
+class Displaced(str):
+    """A value that counts for nothing, since the file of the model that is named goes first."""
 
 
 class NameOfFile(str):
@@ -64,10 +69,14 @@ class Translation:
         self.framework, self.devices = framework, devices
         self.settings: dict[str, str] = {}
         self.fates: list[Fate] = []
-        self._stated, self._defaults = dict(words), dict(defaults)
-        self._left = dict.fromkeys([*words, *defaults])
+        lost = {word: value for word, value in words.items() if isinstance(value, Displaced)}
+        self.fates += [Fate(word, shown(value, 40), IGNORED, _OF_MODEL) for word, value in lost.items()]
+        self._stated = {word: value for word, value in words.items() if word not in lost}
+        self._defaults = dict(defaults)
+        self._left = dict.fromkeys([*self._stated, *defaults])
         self._words: dict[str, str] = {}  # the word that each of our settings was mapped from
         self._written: dict[str, str] = {}  # words that are taken as others, as the file writes them
+        self._is_default: Callable[[str, Stated], bool] = lambda word, value: False
 
     def __contains__(self, word: str) -> bool:
         """Returns whether the file states the word, other than as nothing."""
@@ -120,6 +129,10 @@ class Translation:
         self._written[name] = word
         self._left = dict.fromkeys(name if left == word else left for left in self._left if left != name)
 
+    def excuse(self, is_default: Callable[[str, Stated], bool]) -> None:
+        """Takes words at the other program's defaults, where they have no counterpart, as if they were not stated."""
+        self._is_default = is_default
+
     def is_merged(self, word: str) -> bool:
         """Returns whether the file only defines a word there, for `<<`, and states it elsewhere."""
         last = word.rpartition(".")[2]
@@ -152,7 +165,7 @@ class Translation:
             for name, text in settings.items():
                 keys()[name].read(text)
         except ConfigError as error:
-            self.refuse(word, str(error), is_essential=any(_states_run(name) for name in settings))
+            self._lack(word, str(error), is_essential=any(_states_run(name) for name in settings))
             return
         self.settings |= settings
         self._words |= dict.fromkeys(settings, word)
@@ -162,6 +175,13 @@ class Translation:
     def ignore(self, word: str, why: str) -> None:
         """Takes a word that changes nothing that is trained."""
         self._tell(word, IGNORED, why)
+
+    def _lack(self, word: str, why: str, is_essential: bool = False) -> None:
+        """Refuses a word for which there is no counterpart, unless it is stated at its default."""
+        if word in self._stated and self._is_default(word, self._stated[word]):
+            self.ignore(word, f"MaxText's default; at others: {why}")
+        else:
+            self.refuse(word, why, is_essential)
 
     def refuse(self, word: str, why: str, is_essential: bool = False) -> None:
         """Takes a word that has no counterpart and would change training; an essential one is never left out."""
@@ -183,7 +203,7 @@ class Translation:
         for name in names:
             del self._words[name], self.settings[name]
         self.fates = [fate for fate in self.fates if fate.word != self._written.get(word, word)]
-        self.refuse(word, fault, is_essential=any(_states_run(name) for name in names))
+        self._lack(word, fault, is_essential=any(_states_run(name) for name in names))
 
     def _by_table(self, word: str) -> None:
         value, row = self.text(word), self._row(word)
@@ -202,7 +222,7 @@ class Translation:
             self.map(word, **{word: value})
         elif row is None:
             why = "not in the table of words; maxbatch config lists what there is"
-            self.refuse(word, why, _may_state_run(name) or states_training(word))
+            self._lack(word, why, _may_state_run(name) or states_training(word))
         elif row.is_same:
             self._map_same(word, row.keys[0], value)
         elif row.is_ignored:
@@ -213,7 +233,7 @@ class Translation:
             is_schedule = name.startswith(("lr_", "learning_rate"))  # whose length is a key's as well
             is_essential = row.changes_data or any(_states_run(key) for key in row.keys if not is_schedule)
             is_essential = is_essential or states_training(word)
-            self.refuse(word, row.why, is_essential)
+            self._lack(word, row.why, is_essential)
 
     def _map_same(self, word: str, key: str, value: str) -> None:
         """Takes a word as one key of ours, unless another word that the file states gave it another value."""
