@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from maxbatch.commands.import_config.maxtext_data import translate_data
@@ -57,6 +58,7 @@ MODEL_DEFAULTS = {
 }  # fmt: skip
 _BATCH_DIMENSIONS = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
 _MOST_BASES = 8
+_BLOCKS = ("rl", "lora", "dpo")  # words of them are read without the block's name as well
 _RETIRED = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}
 # Its policies by name that are lists of tensors, with where each is kept.
 _QKV = ("query_proj", "key_proj", "value_proj")
@@ -89,6 +91,7 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         named = config_file_of(line)
         words, note = _words_of_file(path, named, program_of(path, command), "per_device_batch_size" in own)
         notes += [note] if note else []
+        words = {word: value for word, value in words.items() if not _is_stated(word, own)}
     name = str((words | own).get("model_name", "default")).strip()
     if name in ("", "default"):
         return words | own, notes
@@ -105,6 +108,13 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         own["model_name"] = NameOfFile(name)
         notes.append(f"model_name={name}: its keys are those of {shown_path(model)}")
     return words | own, notes
+
+
+def _is_stated(word: str, own: Mapping[str, Stated]) -> bool:
+    """Returns whether a command states a word of its file, with or without the name of the word's block."""
+    return word in own or any(
+        word == f"{block}.{name}" or name == f"{block}.{word}" for block in _BLOCKS for name in own
+    )
 
 
 def _as_list(name: str, value: Stated) -> Stated:
@@ -128,7 +138,9 @@ def _words_of_file(path: Path, named: str | None, program: str, is_alone: bool) 
     """
     if named is None:
         file = file_of_module(program)
-        note = f"{program} reads MaxText's {file} where no file is named: its values as of 0.2.5" if file != BASE else ""
+        note = (
+            f"{program} reads MaxText's {file} where no file is named: its values as of 0.2.5" if file != BASE else ""
+        )
         return dict(values_of(file) or {}), note
     place = Path(os.path.expanduser(named))
     if place.is_absolute() and os.path.isfile(place):
@@ -145,7 +157,7 @@ def _of_base(path: Path) -> dict[str, Stated]:
 
 
 def _below_model(words: dict[str, Stated], name: str) -> dict[str, Stated]:
-    """Returns the words of a config file beside a model, whose own file goes first; other models' words are displaced."""
+    """Returns the words of a config file beside a model, whose own file goes first."""
     form, of_model = names_fixing(Fixes.FORM), words_of_model(name)
     return {
         word: Displaced(value if isinstance(value, str) else json.dumps(value))
@@ -216,6 +228,8 @@ def translate(t: Translation) -> None:
     """Takes the words whose values differ from ours; the table of words covers the others."""
     t.excuse(is_default)
     _retired(t)
+    if t.number("eval_interval") == 0:
+        t.map("eval_interval", "0 is never, as -1 is", eval_interval="-1")
     is_of_prompts = is_rl(t)
     if is_of_prompts:
         translate_rl(t)

@@ -174,11 +174,12 @@ def _grain(t: Translation, is_eval: bool) -> None:
 
 
 def _tokenizer(t: Translation) -> None:
-    kind, path = t.text("tokenizer_type", "sentencepiece"), t.text("tokenizer_path")
+    name, path = t.text("model_name") or "default", t.text("tokenizer_path")
+    of_model = not path and name != "default"  # whose tokenizer there is the one of Hugging Face
+    kind = "huggingface" if of_model else t.text("tokenizer_type", "sentencepiece")
     if kind not in ("sentencepiece", "huggingface", "tiktoken"):
         t.refuse("tokenizer_type", "sentencepiece, huggingface or tiktoken", is_essential=True)
         return
-    name = t.text("model_name") or "default"
     if kind == "tiktoken":
         step = "the tokenizer.json of the same model, which gives the same tokens, in that folder"
         t.map("tokenizer_type", tokenizer_type="huggingface")

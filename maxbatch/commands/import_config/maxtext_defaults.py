@@ -38,8 +38,9 @@ def is_known(word: str) -> bool:
 
 
 def is_default(word: str, value: Stated) -> bool:
-    """Returns whether a word has the value that base.yml has for it."""
-    return is_known(word) and _plain(_table()[BASE][word]) == _plain(value)
+    """Returns whether a word has the value that base.yml has for it, or the file of a module if base.yml has none."""
+    files = [words for section, words in _table().items() if section.endswith(".yml") and word in words]
+    return bool(files) and _plain(files[0][word]) == _plain(value)
 
 
 def words_of_model(name: str) -> frozenset[str]:

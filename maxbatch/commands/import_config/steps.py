@@ -49,6 +49,11 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
+def _quoted(text: str) -> str:
+    """Returns a text as a word of a shell, in which its variables keep their meaning."""
+    return f'"{text}"' if re.fullmatch(r"[^\"`\\!]*\$\{?\w[^\"`\\!]*", text) and "$(" not in text else shlex.quote(text)
+
+
 def take_orbax(t: Translation, word: str) -> None:
     """Takes a checkpoint of MaxText's, by its converter to a Hugging Face folder."""
     path = t.text(word)
@@ -59,8 +64,8 @@ def take_orbax(t: Translation, word: str) -> None:
     scan = t.text("scan_layers", "true").lower()
     folder = f"converted/{model}"
     command = (
-        f"python -m maxtext.checkpoint_conversion.to_huggingface model_name={shlex.quote(model)} "
-        f"load_parameters_path={shlex.quote(path)} base_output_directory={folder} scan_layers={scan} "
+        f"python -m maxtext.checkpoint_conversion.to_huggingface model_name={_quoted(model)} "
+        f"load_parameters_path={_quoted(path)} base_output_directory={_quoted(folder)} scan_layers={scan} "
         "hardware=cpu skip_jax_distributed_system=true"
     )
     t.need(word, f"MaxText's checkpoints are converted by its own {command}", load_parameters_path=folder)

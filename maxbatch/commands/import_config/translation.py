@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
@@ -28,6 +28,7 @@ _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[
 _OBJECTIVE = re.compile(
     r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
 )
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # of a shell, where no file sets it
 _OF_MODEL = "the file of the model that is named goes first there"
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
@@ -167,6 +168,8 @@ class Translation:
         except ConfigError as error:
             self._lack(word, str(error), is_essential=any(_states_run(name) for name in settings))
             return
+        if unset := _unset(settings.values()):
+            fate, why = NEEDS_YOU, "; ".join(filter(None, (f"the file does not set {unset}: put its value there", why)))
         self.settings |= settings
         self._words |= dict.fromkeys(settings, word)
         said = " ".join(f"{name}={shown(text)}" for name, text in settings.items())
@@ -185,7 +188,8 @@ class Translation:
 
     def refuse(self, word: str, why: str, is_essential: bool = False) -> None:
         """Takes a word that has no counterpart and would change training; an essential one is never left out."""
-        self._tell(word, UNSUPPORTED, why, is_essential)
+        unset = _unset(self.items(word))
+        self._tell(word, UNSUPPORTED, f"the file does not set {unset}; {why}" if unset else why, is_essential)
 
     def finish(self) -> None:
         """Takes all remaining words by the table of words."""
@@ -270,6 +274,11 @@ class Translation:
         self.fates.append(
             Fate(self._written.get(word, word), value if given else f"{value} (default)", fate, says, is_essential)
         )
+
+
+def _unset(texts: Iterable[str]) -> str:
+    """Returns the variables of a shell that are left in texts, since their script does not set them."""
+    return ", ".join(dict.fromkeys(name for text in texts for name in _VARIABLE.findall(text)))
 
 
 def _fault(settings: Mapping[str, str]) -> str:
