@@ -173,7 +173,7 @@ def _presets() -> set[str]:
 
 def _near(folder: Path, name: str) -> Path | None:
     """Returns a file of MaxText's configs in a folder or in one above it, or None."""
-    for above in [folder, *folder.resolve().parents][:5]:
+    for above in [folder, *folder.resolve().parents][:8]:
         for tried in (above / name, above / "configs" / name, above / "src" / "maxtext" / "configs" / name):
             if os.path.isfile(tried):  # False for a name that no file can have
                 return tried

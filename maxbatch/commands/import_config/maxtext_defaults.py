@@ -26,7 +26,7 @@ def file_of_module(program: str) -> str:
 
 def values_of(file: str) -> Mapping[str, Stated] | None:
     """Returns the words of a file that a module reads, without those of base.yml; None for another file."""
-    name = re.sub(r"^.*configs/", "", file)
+    name = re.sub(r"^.*configs/", "", re.sub("/+", "/", file))
     known = {place: place for place in _table()} | {Path(place).name: place for place in _table()}
     place = known.get(name) if name.endswith(".yml") else None
     return None if place is None else {} if place == BASE else _table()[place]

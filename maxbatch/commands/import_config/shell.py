@@ -17,7 +17,8 @@ from maxbatch.system.errors import ConfigError
 _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?(?:[-=]([^{}]*)|\?[^{}]*))?\})")
 _OUTPUT = re.compile(r"\$\(\s*(?!\()(\w+)[^()]*\)|`\s*(\w+)[^`]*`")  # $(date +%F)
 _PYTHON = re.compile(r"python[\d.]*\b[^\n;&|]*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.M | re.S)  # a heredoc
-_OF_MAXTEXT = re.compile(r"(^|[./])maxtext[./]", re.I)
+_OF_MAXTEXT = re.compile(r"(^|[./])(maxtext|tests)[./]", re.I)  # its modules, and its checks
+_PLACE = re.compile(r"(?<=[=/:\w\-])<([A-Za-z][\w \-]*)>")  # gs://<MY-BUCKET>, to be filled in
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _FACTOR = r"(?:\d{1,18}|[A-Za-z_]\w{0,63})"
 _PRODUCT = re.compile(rf"\$\(\(\s*({_FACTOR}(?:\s*\*\s*{_FACTOR}){{0,7}})\s*\)\)")  # others stay as they are
@@ -154,7 +155,7 @@ class _Script:
                     self._take_command(inner, "")
             return
         has_settings = any(_SETTING.match(word) or word.startswith("--") for word in words)
-        trains = any(re.search(r"train|\.yml|\.py|^trl$", word) for word in words)
+        trains = any(re.search(r"train|\.yml|\.py|^trl$", word) or _OF_MAXTEXT.search(word) for word in words)
         if has_settings and trains and "install" not in words[:5]:
             self.commands.append(words)
 
@@ -224,6 +225,7 @@ def _lines(text: str) -> Iterator[str]:
         return found[0] if found["whole"] else " " if found["to"] else "\n"
 
     text = re.sub(r"\\[ \t\r]*\n", " ", _PYTHON.sub("", text))
+    text = _PLACE.sub(lambda found: f"${{{re.sub('[ -]', '_', found[1])}}}", text)
     text = _QUOTE_OR_COMMENT.sub(joined, text)
     for line in _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).split("\n"):
         yield from [line] if _ARRAY.match(line) else _PARTS.sub(parted, line).split("\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Mapping
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.translation import Translation
@@ -19,6 +20,28 @@ def take_tokenizer(t: Translation, word: str, path: str) -> None:
         t.need(word, hub_step(path), tokenizer_type="huggingface", tokenizer_path=path)
     else:
         t.map(word, tokenizer_path=path)
+
+
+def take_dataset(t: Translation, step: str, settings: Mapping[str, str]) -> None:
+    """Takes TRL's `dataset_name`, a data set of the hub or a path, with its config and its split.
+
+    Args:
+      t: the words.
+      step: what its records have to be.
+      settings: of ours, beside the path; the path is that of a data set that is not named.
+    """
+    name, ours = t.text("dataset_name"), dict(settings)
+    if is_hub_name(name):
+        subset, split = t.text("dataset_config"), t.text("dataset_train_split", "train")
+        path = "/".join(filter(None, (name, subset, f"{split}*.parquet")))
+        ours |= {"dataset_type": "parquet", "dataset_path": path}
+        step = f"{hub_step(name, 'dataset')}: {step}"
+    elif name:
+        ours["dataset_path"] = name
+    t.need("dataset_name", step, **ours)
+    for word in ("dataset_config", "dataset_train_split"):
+        if word in t and is_hub_name(name):
+            t.map(word, dataset_path=ours["dataset_path"])
 
 
 def take_parameters(t: Translation, word: str, path: str) -> None:
