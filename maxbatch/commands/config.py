@@ -32,8 +32,8 @@ _KINDS = {
     "local": "a local path", "paths": "data paths",
 }  # fmt: skip
 _FIXED = {
-    Fixes.BATCH: "batch", Fixes.STREAM: "stream", Fixes.PROMPTS: "prompts", Fixes.MODEL: "model",
-    Fixes.PROGRAM: "compiled programs",
+    Fixes.BATCH: "batch", Fixes.STREAM: "stream", Fixes.PROMPTS: "prompts", Fixes.FORM: "model",
+    Fixes.STATE: "training state", Fixes.PROGRAM: "compiled programs",
 }  # fmt: skip
 
 

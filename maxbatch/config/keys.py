@@ -42,8 +42,10 @@ class Fixes(enum.Flag):
     PROMPTS = enum.auto()  # how records become prompts
     ADAPTERS = enum.auto()  # the parameters trained besides the model's, and how they enter it
     CHAT = enum.auto()  # how records become conversations with trained and untrained tokens
-    MODEL = enum.auto()  # the parameters and the optimizer's state
+    FORM = enum.auto()  # the model: a preset states these keys anew
+    STATE = enum.auto()  # the start of the parameters, and the optimizer's state
     PROGRAM = enum.auto()  # the compiled programs
+    MODEL = FORM | STATE
     STREAM = RECORDS | CONTENT | TOKENS | ROWS | ORDER | CHAT
 
 

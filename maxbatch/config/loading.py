@@ -1,8 +1,9 @@
 """YAML files, environment and overrides to one typed, locked config.
 
-Layers, later ones win: base.yml < the `base_config:` chain of CONFIG < the preset that `model_name` names <
-CONFIG < environment variables MAXBATCH_KEY < `key=value` overrides. Of keys that are alternatives to each
-other (how long, how the batch is stated) the highest layer that states one displaces those below.
+Layers, later ones win: base.yml < the `base_config:` chain of CONFIG < CONFIG < environment variables MAXBATCH_KEY <
+`key=value` overrides. Of keys that are alternatives to each other (how long, how the batch is stated) the highest layer
+that states one displaces those below. A preset lies just below the layer whose `model_name` names it, and displaces all
+keys of lower layers that fix the model; its other values are between the chain and CONFIG.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from maxbatch.system.storage import AnyPath, as_path, is_remote
 _ENVIRONMENT = "MAXBATCH_"
 _MOST_FILES = 8  # of a chain of base_config
 AUTO = "auto"  # the model_name that takes the model keys from a Hugging Face folder
-_MODEL = frozenset(names_fixing(Fixes.MODEL))
+_FORM = frozenset(names_fixing(Fixes.FORM))
 
 
 class Setting(NamedTuple):
@@ -38,7 +39,7 @@ class Setting(NamedTuple):
     value: Value
     layer: str  # base.yml, base_config, preset, config file, environment or override
     where: str = ""  # file and line, or the environment variable; "" for an override
-    displaced_by: str = ""  # the alternative in that layer which displaces the value, "" if none does
+    displaced_by: str = ""  # the key in that layer which displaces the value, "" if none does
 
 
 _Layer = Mapping[str, Setting]
@@ -132,12 +133,18 @@ def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str]
 
 
 def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -> Mapping[str, Setting]:
-    """Returns the settings of the layers below and above the preset, for keys of base.yml only."""
+    """Returns the settings of the layers below and above a preset's rates, for keys of base.yml only."""
     below = [_base_layer(), *(_layer(*stated) for stated in stated_below)]
     above = [_layer(*stated) for stated in stated_above]
-    model_name = [layer["model_name"].value for layer in [*below, *above] if "model_name" in layer][-1]
+    layers = [*below, *above]
+    naming = max(i for i, layer in enumerate(layers) if "model_name" in layer)
+    preset = _preset(naming, layers)
     settings: dict[str, Setting] = {}
-    for layer in [*below, *_preset_layers(str(model_name), below, above), *above]:
+    for i, layer in enumerate(layers):
+        if preset is not None and i == len(below):
+            _apply(settings, {name: setting for name, setting in preset.items() if name not in _FORM})
+        if preset is not None and i == naming:
+            _displace_form(settings, preset, layer["model_name"])
         _apply(settings, layer)
         _settle_run_dir(settings, layer)
     values = _values(settings)
@@ -207,11 +214,13 @@ def _chain(path: AnyPath) -> list[_Stated]:
             path = _packaged(base.text) or path
 
 
-def _preset_layers(model_name: str, below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_Layer]:
+def _preset(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
+    """Returns the preset that a layer names; None where the keys of the layers are the model."""
+    model_name = str(layers[naming]["model_name"].value)
     if model_name == "default":
-        return []
+        return None
     if model_name == AUTO:
-        return _imported_layers(below, above)
+        return _imported(naming, layers)
     presets = {p.stem: p for p in sorted((configs_dir() / "models").glob("*.yml"))}
     if model_name not in presets:
         nearest = nearest_name(model_name, presets) or "default"
@@ -219,22 +228,21 @@ def _preset_layers(model_name: str, below: Sequence[_Layer], above: Sequence[_La
             f"model_name={shown(model_name)}: must be default, {AUTO} or one of {shown(', '.join(presets), 300)}; "
             f"works: model_name={nearest}"
         )
-    return [_layer("preset", entries(presets[model_name]))]
+    return _layer("preset", entries(presets[model_name]))
 
 
-def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_Layer]:
+def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
     """Returns the keys of the Hugging Face folder that `load_parameters_path` names.
 
-    A layer that states them all, as the config of a run does, needs no folder, which may no longer exist.
+    A layer that states them all, from the one with model_name on, needs no folder: the config of a run, whose folder
+    may no longer exist.
     """
-    if any(layer.keys() >= _MODEL for layer in above):
-        return []
+    if any(layer.keys() >= _FORM for layer in layers[naming:]):
+        return None
     from maxbatch.config.hub import hub_problem
     from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, keys_of_folder
 
-    path = str(
-        [layer["load_parameters_path"].value for layer in [*below, *above] if "load_parameters_path" in layer][-1]
-    )
+    path = str([layer["load_parameters_path"].value for layer in layers if "load_parameters_path" in layer][-1])
     if not path or not is_huggingface_folder(path):
         where = f"load_parameters_path={shown(path) or repr(path)}"
         if problem := hub_problem(path):
@@ -245,7 +253,16 @@ def _imported_layers(below: Sequence[_Layer], above: Sequence[_Layer]) -> list[_
         )
     stated = keys_of_folder(path)
     where = f"{shown_path(path)}/{CONFIG_FILE}"
-    return [_layer("preset", [Entry(name, text, True, where) for name, text in stated.items()])]
+    return _layer("preset", [Entry(name, text, True, where) for name, text in stated.items()])
+
+
+def _displace_form(settings: dict[str, Setting], preset: _Layer, model_name: Setting) -> None:
+    """Sets all keys that fix the model to those of a preset; keys that it does not state have their defaults."""
+    for name in _FORM:
+        if name in preset:
+            settings[name] = preset[name]
+        elif settings[name] != (default := _base_layer()[name]):
+            settings[name] = model_name._replace(value=default.value, displaced_by="model_name")
 
 
 def _environment() -> list[Entry]:

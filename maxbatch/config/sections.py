@@ -35,7 +35,8 @@ _ROWS, _SAMPLES = Bounds(above=0, at_most=2**31), Bounds(1, 2**40)
 _COUNT_OR_OFF = Bounds(at_least=1, also=-1)
 _ROWS_OR_SAME = Bounds(above=0, at_most=2**31, also=0)
 
-_NOTHING, _PROGRAM, _MODEL = Fixes.NOTHING, Fixes.PROGRAM, Fixes.MODEL | Fixes.PROGRAM
+_NOTHING, _PROGRAM = Fixes.NOTHING, Fixes.PROGRAM
+_MODEL, _STATE = Fixes.FORM | Fixes.PROGRAM, Fixes.STATE | Fixes.PROGRAM
 _BATCH = Fixes.BATCH | Fixes.PROGRAM
 
 _ReadyTask = Literal["arithmetic", "sorting"]
@@ -410,7 +411,7 @@ class OptimizerConfig(Section):
     """Optimizer."""
 
     opt_type: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = key(
-        "adamw | lion | adafactor | muon | sgd", fixes=_MODEL
+        "adamw | lion | adafactor | muon | sgd", fixes=_STATE
     )
     adam_b1: float | None = key(
         "decay of the first moment, per update (also lion's b1, muon's and sgd's momentum)",
@@ -419,13 +420,13 @@ class OptimizerConfig(Section):
     )
     adam_b1_half_life: str | None = key(
         "instead of adam_b1: tokens in which the moment halves, such as 2Mt, at any batch; null: adam_b1 holds",
-        fixes=_MODEL,
+        fixes=_STATE,
         maxtext=OURS,
     )
     adam_b2: float | None = key("decay of the second moment, per update", fixes=_PROGRAM, bounds=_BELOW_ONE)
     adam_b2_half_life: str | None = key(
         "instead of adam_b2: tokens in which the moment halves, such as 20Mt; null: adam_b2 holds",
-        fixes=_MODEL,
+        fixes=_STATE,
         maxtext=OURS,
     )
     adam_eps: float = key("added to the root of the second moment", fixes=_PROGRAM, bounds=_POSITIVE)
@@ -443,7 +444,7 @@ class OptimizerConfig(Section):
     )
     parameter_average_half_life: str | None = key(
         "keep an average of the parameters, in which old ones halve in so many tokens, such as 20Mt; null: none",
-        fixes=_MODEL,
+        fixes=_STATE,
         maxtext=OURS,
         warm_start=False,
     )
@@ -667,7 +668,7 @@ class ModelConfig(Section):
     )
     dtype: Literal["float32", "bfloat16"] = key("compute: float32 | bfloat16", fixes=_PROGRAM)
     weight_dtype: Literal["float32", "bfloat16"] = key(
-        "parameters and optimizer state: float32 | bfloat16", fixes=_MODEL
+        "parameters and optimizer state: float32 | bfloat16", fixes=_STATE
     )
     attention: Literal["auto", "dot_product", "cudnn", "splash"] = key(
         "auto (splash on TPU, cudnn on GPU, where dtype and shapes allow; else dot_product) | dot_product | cudnn"
@@ -677,7 +678,7 @@ class ModelConfig(Section):
     scan_layers: bool = key(
         "true: one compiled layer in a loop (compiles faster); false: unrolled (runs faster on CPU)", fixes=_PROGRAM
     )
-    init_weights_seed: int = key("seed of the parameters", fixes=_MODEL, bounds=_SEED)
+    init_weights_seed: int = key("seed of the parameters", fixes=_STATE, bounds=_SEED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

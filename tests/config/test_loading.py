@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 from fractions import Fraction
 from pathlib import Path
 
@@ -11,9 +12,10 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import configs_dir, dump_config, keys
+from maxbatch.config.loading import configs_dir, dump_config, keys, resolve
 from maxbatch.config.sections import names_fixing
 from tests.helpers.configs import error_of, write
+from tests.helpers.huggingface_folders import WIDTH, tiny_llama_tensors, write_folder
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "models").glob("*.yml"))
 
@@ -123,10 +125,76 @@ def test_each_layer_wins_over_the_ones_below(tmp_path: Path, monkeypatch: pytest
     assert (config.steps, config.text_field) == (5, "override")
 
 
-def test_a_preset_named_on_the_command_line_lies_below_the_config_file(tmp_path: Path) -> None:
-    run = write(tmp_path / "run.yml", "base_emb_dim: 100\n")
-    config = load_config(run, ["model_name=llama3-8b"])
-    assert (config.base_emb_dim, config.base_num_kv_heads, config.vocab_size) == (100, 8, 128256)
+IMPORTED = (
+    "base_emb_dim: 100\nnum_experts: 4\nlearning_rate: 7e-5\nweight_dtype: bfloat16\nopt_type: lion\nmodel_name: "
+)
+
+
+@pytest.mark.parametrize("below", ["file", "base", "environment"])
+@pytest.mark.parametrize("named", ["default", "gpt2-124m", "auto"])
+def test_a_preset_displaces_the_model_of_lower_layers_and_nothing_else(
+    below: str, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(tmp_path / "run.yml", f"{IMPORTED}{named}\nrope_max_timescale: 77\n")
+    if below == "base":
+        run = write(tmp_path / "above.yml", "base_config: run.yml\nsteps: 4\n")
+    if below == "environment":
+        monkeypatch.setenv("MAXBATCH_BASE_EMB_DIM", "64")
+        monkeypatch.setenv("MAXBATCH_MODEL_NAME", "gpt2-124m")
+    config = load_config(run, ["model_name=llama3-8b", "base_num_decoder_layers=3"])
+    alone = load_config(None, ["model_name=llama3-8b", "base_num_decoder_layers=3"])
+    assert {name: config[name] for name in names_fixing(Fixes.FORM)} == {
+        name: alone[name] for name in names_fixing(Fixes.FORM)
+    }
+    rates = (3e-4, "float32") if below == "base" else (7e-5, "bfloat16")  # a preset's are above those of a base_config
+    assert (config.learning_rate, config.weight_dtype, config.opt_type) == (*rates, "lion")
+
+
+def test_a_preset_of_the_environment_lies_between_the_file_and_the_overrides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write(tmp_path / "run.yml", f"{IMPORTED}default\n")
+    monkeypatch.setenv("MAXBATCH_MODEL_NAME", "llama3-8b")
+    monkeypatch.setenv("MAXBATCH_BASE_MLP_DIM", "96")
+    config = load_config(run, ["base_num_decoder_layers=3"])
+    assert (config.base_emb_dim, config.num_experts, config.base_mlp_dim) == (4096, 1, 96)
+    assert (config.base_num_decoder_layers, config.learning_rate) == (3, 7e-5)
+
+
+def test_keys_beside_a_model_name_and_above_it_adjust_its_preset(tmp_path: Path) -> None:
+    write(tmp_path / "base.yml", "base_config: ground.yml\nmodel_name: llama3-8b\nbase_mlp_dim: 96\n")
+    write(tmp_path / "ground.yml", "base_emb_dim: 100\nrope_factor: 2\nmodel_name: tiny\n")
+    run = write(tmp_path / "run.yml", "base_config: base.yml\nbase_num_decoder_layers: 3\n")
+    config = load_config(run)
+    assert (config.base_emb_dim, config.base_mlp_dim, config.base_num_decoder_layers) == (4096, 96, 3)
+    assert config.rope_factor == 1
+    assert load_config(run, ["model_name=default"]).base_emb_dim == 100  # which is no preset
+
+
+def test_a_folder_and_a_preset_displace_the_packaged_rl_configs_layers(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path / "llama", layers := tiny_llama_tensors())
+    assert load_config("rl", ["model_name=smollm2-135m"]).base_num_decoder_layers == 30
+    config = load_config("rl", ["model_name=auto", f"load_parameters_path={folder}", "base_num_decoder_layers=1"])
+    assert (config.base_num_decoder_layers, config.base_emb_dim) == (1, WIDTH)
+    config = load_config("rl", ["model_name=auto", f"load_parameters_path={folder}", "steps=3"])
+    assert config.base_num_decoder_layers == len({name[:14] for name in layers if ".layers." in name})
+    shutil.rmtree(folder)
+    assert load_config(write(tmp_path / "config.yml", dump_config(config))) == config  # which needs no folder
+
+
+def test_config_names_what_displaced_a_key_of_the_model(tmp_path: Path) -> None:
+    settings = resolve(write(tmp_path / "run.yml", f"{IMPORTED}default\n"), ["model_name=llama3-8b"])
+    experts, width = settings["num_experts"], settings["base_emb_dim"]
+    assert (experts.layer, experts.displaced_by, experts.value) == ("override", "model_name", 1)
+    assert (width.layer, width.displaced_by) == ("preset", "")
+
+
+@pytest.mark.parametrize("preset", ["default", "tiny-moe"])
+def test_the_config_of_a_run_fed_back_repeats_its_model(preset: str, tmp_path: Path) -> None:
+    config = load_config(None, [f"model_name={preset}", "base_num_decoder_layers=3", "rope_max_timescale=77"])
+    run = write(tmp_path / "config.yml", dump_config(config))
+    assert load_config(run) == config
+    assert load_config(write(tmp_path / "run.yml", "base_config: config.yml\n")) == config
 
 
 def test_the_packaged_base_yml_as_config_or_as_base_changes_nothing(tmp_path: Path) -> None:

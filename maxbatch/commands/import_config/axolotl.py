@@ -43,7 +43,18 @@ def translate(t: Translation) -> None:
     seeds(t, "seed", "")
     precision(t)
     when(t)
+    for word in t.left():
+        if why := next((why for start, why in _UNTRAINED.items() if word.startswith(start)), ""):
+            t.ignore(word, why)
     _data(t)
+
+
+# Words that change nothing that is learned, by their beginnings.
+_UNTRAINED = {
+    "attn_implementation": "how attention is computed",
+    "gradient_checkpointing_kwargs": "how the backward pass computes again; remat_policy says what",
+    "loss_watchdog_": "when a run is stopped; an update that is not finite is skipped here",
+}
 
 
 def _data(t: Translation) -> None:

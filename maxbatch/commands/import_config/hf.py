@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 
-from maxbatch.commands.import_config.steps import take_parameters
+from maxbatch.commands.import_config.steps import take_dataset, take_parameters
 from maxbatch.commands.import_config.trainer_words import (
     adapters,
     batch_per_device,
@@ -51,6 +51,9 @@ def arguments(t: Translation) -> None:
     seeds(t, "seed", "data_seed")
     precision(t)
     when(t)
+    if "dataset_name" in t and t.is_left("dataset_name"):
+        form = "pairs" if t.settings.get("use_dpo") else "texts (use_sft=true for conversations)"
+        take_dataset(t, f"records are {form}", {"dataset_type": t.settings.get("dataset_type", "jsonl")})
 
 
 # Words of TRL's DPOConfig and ORPOConfig (docs: dpo_trainer, orpo_trainer), and of its trainers of generated responses.

@@ -5,22 +5,33 @@ Facts from MaxText's documentation and `configs/base.yml` (https://github.com/AI
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from maxbatch.commands.import_config.maxtext_data import translate_data
+from maxbatch.commands.import_config.maxtext_defaults import (
+    BASE,
+    file_of_module,
+    is_default,
+    is_known,
+    values_of,
+    words_of_model,
+)
 from maxbatch.commands.import_config.maxtext_model import MODEL_CHOICES, PRESET_DIFFERENCES, translate_form
 from maxbatch.commands.import_config.maxtext_rl import is_rl, translate_rl
 from maxbatch.commands.import_config.prompts import without_balance
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
-from maxbatch.commands.import_config.shell import config_file_of, read_line, settings_of
+from maxbatch.commands.import_config.shell import config_file_of, program_of, read_line, settings_of
 from maxbatch.commands.import_config.steps import take_orbax
-from maxbatch.commands.import_config.translation import NameOfFile, Stated, Translation
+from maxbatch.commands.import_config.translation import Displaced, NameOfFile, Stated, Translation
+from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import configs_dir, keys
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
-from maxbatch.config.sections import REMAT_TENSORS
+from maxbatch.config.sections import REMAT_TENSORS, names_fixing
 from maxbatch.config.values import shown, shown_path
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.system.errors import ConfigError
@@ -33,7 +44,7 @@ DEFAULTS = {
     "opt_type": "adamw", "adam_b1": "0.9", "adam_b2": "0.95", "adam_eps": "1e-8", "adam_weight_decay": "0.1",
     "gradient_clipping_threshold": "1.0", "dtype": "bfloat16", "weight_dtype": "float32", "remat_policy": "full",
     "scan_layers": "true", "dcn_data_parallelism": "-1", "ici_fsdp_parallelism": "-1", "packing": "true",
-    "enable_data_shuffling": "true", "data_shuffle_seed": "0", "init_weights_seed": "0", "dataset_type": "tfds",
+    "enable_data_shuffling": "true", "data_shuffle_seed": "0", "init_weights_seed": "0", "dataset_type": "synthetic",
     "eval_interval": "-1", "eval_steps": "-1", "checkpoint_period": "10000", "log_period": "100",
     "max_num_checkpoints_to_keep": "null", "add_bos": "true", "add_eos": "true",
 }  # fmt: skip
@@ -47,6 +58,7 @@ MODEL_DEFAULTS = {
 }  # fmt: skip
 _BATCH_DIMENSIONS = ("emb_dim", "num_query_heads", "num_kv_heads", "mlp_dim", "num_decoder_layers")
 _MOST_BASES = 8
+_BLOCKS = ("rl", "lora", "dpo")  # words of them are read without the block's name as well
 _RETIRED = {"cosine_learning_rate_final_fraction": "learning_rate_final_fraction"}
 # Its policies by name that are lists of tensors, with where each is kept.
 _QKV = ("query_proj", "key_proj", "value_proj")
@@ -62,33 +74,97 @@ _AS_CUSTOM = {
 def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], list[str]]:
     """Returns the words of a config with its `base_config` chain and its model, or of a recipe; and notes on them.
 
+    As in MaxText, a model's own keys go before those of a config file, and a command's before both.
+
     Args:
       path: the file.
       command: which of a recipe's commands, from 1 on; None: the only one.
     """
     notes: list[str] = []
-    named = None
+    named, own = None, dict[str, Stated]()
     if is_yaml(path):
-        words = _chain(path)
+        words = _chain(path) if path.name != BASE else dict(read_yaml(path))
     else:
         line = read_line(path, command)
-        words = settings_of([word.lstrip("-") if "=" in word else word for word in line], shown_path(path))
-        words = {name: value for name, value in words.items() if name not in ("m", "c")}
+        own = settings_of([word.lstrip("-") if "=" in word else word for word in line], shown_path(path))
+        own = {name: _as_list(name, value) for name, value in own.items() if name not in ("m", "c")}
         named = config_file_of(line)
-        if named and Path(named).name != "base.yml":  # which holds MaxText's defaults
-            beside, where = _named(path.parent, named, is_stated="per_device_batch_size" in words)
-            words = (_chain(beside) if beside else {}) | words
-            if where:
-                notes.append(where)
-    name = words.get("model_name", "default")
-    if isinstance(name, str) and name not in ("", "default") and name not in _presets():
+        words, note = _words_of_file(path, named, program_of(path, command), "per_device_batch_size" in own)
+        notes += [note] if note else []
+        words = {word: value for word, value in words.items() if not _is_stated(word, own)}
+    name = str((words | own).get("model_name", "default")).strip()
+    if name in ("", "default"):
+        return words | own, notes
+    if name in _presets():
+        words = _below_model(words, name)
+    else:
         folders = [path.parent, *([Path(named).parent] if named and Path(named).is_absolute() else [])]
-        model = next(filter(None, (_near(folder, f"models/{name}.yml") for folder in folders)), None)
-        if model:
-            words = read_yaml(model) | words
-            words["model_name"] = NameOfFile(name)
-            notes.append(f"model_name={name}: its keys are those of {shown_path(model)}")
-    return words, notes
+        plain = name.replace("-Instruct", "")
+        model = next(filter(None, (_near(folder, f"models/{plain}.yml") for folder in folders)), None)
+        if model is None:
+            return words | own, notes
+        if model.resolve() != path.resolve():
+            words |= read_yaml(model)
+        own["model_name"] = NameOfFile(name)
+        notes.append(f"model_name={name}: its keys are those of {shown_path(model)}")
+    return words | own, notes
+
+
+def _is_stated(word: str, own: Mapping[str, Stated]) -> bool:
+    """Returns whether a command states a word of its file, with or without the name of the word's block."""
+    return word in own or any(
+        word == f"{block}.{name}" or name == f"{block}.{word}" for block in _BLOCKS for name in own
+    )
+
+
+def _as_list(name: str, value: Stated) -> Stated:
+    """Returns the list that a text of a command states, as MaxText reads it: `[a, b]`, or `('a', 'b')` of columns."""
+    text = value.strip() if isinstance(value, str) else ""
+    is_tuple = text.startswith("(") and text.endswith(")") and name.endswith("_columns")
+    if not is_tuple and not (text.startswith("[") and text.endswith("]")):
+        return value
+    items = re.findall(r"""'([^']*)'|"([^"]*)"|([^\s,'"][^,'"]*)""", text[1:-1])
+    return [single or double or bare.strip() for single, double, bare in items]
+
+
+def _words_of_file(path: Path, named: str | None, program: str, is_alone: bool) -> tuple[dict[str, Stated], str]:
+    """Returns the words of the config file that a command reads, and a note on where they are from.
+
+    Args:
+      path: the recipe.
+      named: the file that its command names; None: that of the program, which MaxText then reads.
+      program: the module or the path that the command runs.
+      is_alone: whether the command may be read without its file, since it states the batch itself.
+    """
+    if named is None:
+        file = file_of_module(program)
+        note = (
+            f"{program} reads MaxText's {file} where no file is named: its values as of 0.2.5" if file != BASE else ""
+        )
+        return dict(values_of(file) or {}), note
+    place = Path(os.path.expanduser(named))
+    if place.is_absolute() and os.path.isfile(place):
+        return _of_base(place) if place.name == BASE else _chain(place), ""
+    if Path(named).name == BASE:
+        return {}, ""  # which holds MaxText's defaults
+    beside, note = _named(path.parent, named, is_alone and file_of_module(program) == BASE)
+    return _chain(beside) if beside else dict(values_of(named) or {}), note
+
+
+def _of_base(path: Path) -> dict[str, Stated]:
+    """Returns the words of a base.yml whose values are not MaxText's defaults."""
+    return {word: value for word, value in read_yaml(path).items() if is_known(word) and not is_default(word, value)}
+
+
+def _below_model(words: dict[str, Stated], name: str) -> dict[str, Stated]:
+    """Returns the words of a config file beside a model, whose own file goes first."""
+    form, of_model = names_fixing(Fixes.FORM), words_of_model(name)
+    return {
+        word: Displaced(value if isinstance(value, str) else json.dumps(value))
+        if word in of_model or (word in form and is_default(word, value))
+        else value
+        for word, value in words.items()
+    }
 
 
 def _presets() -> set[str]:
@@ -97,31 +173,34 @@ def _presets() -> set[str]:
 
 def _near(folder: Path, name: str) -> Path | None:
     """Returns a file of MaxText's configs in a folder or in one above it, or None."""
-    for above in [folder, *folder.resolve().parents][:5]:
+    for above in [folder, *folder.resolve().parents][:8]:
         for tried in (above / name, above / "configs" / name, above / "src" / "maxtext" / "configs" / name):
             if os.path.isfile(tried):  # False for a name that no file can have
                 return tried
     return None
 
 
-def _named(folder: Path, named: str, is_stated: bool) -> tuple[Path | None, str]:
-    """Returns the config file that a command names, and a note on where it is.
+def _named(folder: Path, named: str, is_alone: bool) -> tuple[Path | None, str]:
+    """Returns the config file that a command names, None if there is none, and a note on where its words are from.
 
     Raises:
-      ConfigError: there is none, and the command does not state the batch itself (`is_stated`).
+      ConfigError: there is none, its values are unknown, and they may state the task, the model or the batch: it is one
+        of MaxText's own (below `configs`), or the command does not stand alone.
     """
     beside = _near(folder, re.sub(r"^.*configs/+|^\W*", "", named))
     if beside is not None:
         return beside, ""
     configs = next((above for above in folder.resolve().parents if above.name == "configs"), None)
     found = sorted(configs.glob(f"*/**/{Path(named).name}")) if configs else []
-    if len(found) != 1 and is_stated:
-        return None, f"{shown_path(named)} is not beside {shown_path(folder)}: only the command's own words are read"
-    if len(found) != 1:
-        raise ConfigError(
-            f"{shown_path(named)}: is not beside {shown_path(folder)}, and states the batch; works: put it there"
-        )
-    return found[0], f"{shown_path(named)} is not there: {shown_path(found[0])} is read, the only one of that name"
+    if len(found) == 1:
+        return found[0], f"{shown_path(named)} is not there: {shown_path(found[0])} is read, the only one of that name"
+    absent = f"{shown_path(named)} is not beside {shown_path(folder)}"
+    if values_of(named) is not None:
+        return None, f"{absent}: its values are MaxText's as of 0.2.5"
+    if is_alone and "configs/" not in named:
+        return None, f"{absent}: only the command's own words are read"
+    states = "states the task, the model or the batch"
+    raise ConfigError(f"{absent.replace(' is', ': is', 1)}, and {states}; works: put it there")
 
 
 def _chain(path: Path) -> dict[str, Stated]:
@@ -135,20 +214,22 @@ def _chain(path: Path) -> dict[str, Stated]:
         if at.resolve() in seen:
             raise ConfigError(f"base_config={shown_path(at)}: must not lead back to a file of its own chain")
         seen.append(at.resolve())
-        stated = read_yaml(at)
+        stated = read_yaml(at) if at.name != BASE else _of_base(at)
         base = stated.pop("base_config", "")
         words = stated | words
         name = base if isinstance(base, str) else ""
-        # MaxText's base.yml holds its defaults, which are known here.
-        at = None if not name or Path(name).name == "base.yml" else _near(path.parent, name)
-        if name and at is None and Path(name).name != "base.yml":
+        at = _near(path.parent, name) if name else None
+        if name and at is None and Path(name).name != BASE:  # whose values are known
             raise ConfigError(f"base_config={shown(name)}: is not beside {shown_path(path)}; works: put it there")
     return words
 
 
 def translate(t: Translation) -> None:
     """Takes the words whose values differ from ours; the table of words covers the others."""
+    t.excuse(is_default)
     _retired(t)
+    if t.number("eval_interval") == 0:
+        t.map("eval_interval", "0 is never, as -1 is", eval_interval="-1")
     is_of_prompts = is_rl(t)
     if is_of_prompts:
         translate_rl(t)

@@ -18,13 +18,18 @@ _DATA_WORDS = (
 
 def translate_data(t: Translation) -> None:
     """Takes the words of the data."""
-    kind = t.text("dataset_type")
+    kind, why = t.text("dataset_type"), ""
+    if "dataset_type" not in t and any(word in t for word in ("dataset_path", "dataset_name")):
+        kind = "tfds"
+        why = "a data set is named; 0.2.5 reads none of it without dataset_type=tfds, the default before it"
     is_eval = (t.number("eval_interval") or -1) > 0
     reads = {"synthetic": _synthetic, "tfds": _tfds, "hf": _hf, "grain": _grain}.get(kind)
     if reads is None:
         t.refuse("dataset_type", "synthetic, tfds, hf or grain", is_essential=True)
         return
     reads(t, is_eval)
+    if why:
+        t.map("dataset_type", why, **{name: t.settings[name] for name in ("dataset_type", "record_format")})
     columns = t.items("train_data_columns") or ["text"]
     if kind != "synthetic":
         _tokenizer(t)
@@ -57,7 +62,8 @@ def translate_data(t: Translation) -> None:
 
 
 def _conversations(t: Translation, columns: list[str]) -> None:
-    """Takes the fields of conversations: their names are fixed here."""
+    """Takes the fields of conversations, whose names are fixed here, and the tokens that are trained on."""
+    t.assume({"sft_train_on_completion_only": "false"})
     if columns in (["messages"], ["prompt", "completion"]):
         t.ignore("train_data_columns", "records with messages, or with prompt and completion, are read as they are")
     elif "train_data_columns" in t:
@@ -168,11 +174,12 @@ def _grain(t: Translation, is_eval: bool) -> None:
 
 
 def _tokenizer(t: Translation) -> None:
-    kind, path = t.text("tokenizer_type", "sentencepiece"), t.text("tokenizer_path")
+    name, path = t.text("model_name") or "default", t.text("tokenizer_path")
+    of_model = not path and name != "default"  # whose tokenizer there is the one of Hugging Face
+    kind = "huggingface" if of_model else t.text("tokenizer_type", "sentencepiece")
     if kind not in ("sentencepiece", "huggingface", "tiktoken"):
         t.refuse("tokenizer_type", "sentencepiece, huggingface or tiktoken", is_essential=True)
         return
-    name = t.text("model_name") or "default"
     if kind == "tiktoken":
         step = "the tokenizer.json of the same model, which gives the same tokens, in that folder"
         t.map("tokenizer_type", tokenizer_type="huggingface")

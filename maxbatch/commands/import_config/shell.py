@@ -13,7 +13,12 @@ from maxbatch.commands.import_config.translation import Stated
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError
 
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?[-=]([^{}]*))?\})")
+# $NAME, ${NAME}, ${NAME:-default}, ${NAME:?message}
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?(?:[-=]([^{}]*)|\?[^{}]*))?\})")
+_OUTPUT = re.compile(r"\$\(\s*(?!\()(\w+)[^()]*\)|`\s*(\w+)[^`]*`")  # $(date +%F)
+_PYTHON = re.compile(r"python[\d.]*\b[^\n;&|]*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.M | re.S)  # a heredoc
+_OF_MAXTEXT = re.compile(r"(^|[./])(maxtext|tests)[./]", re.I)  # its modules, and its checks
+_PLACE = re.compile(r"(?<=[=/:\w\-])<([A-Za-z][\w \-]*)>")  # gs://<MY-BUCKET>, to be filled in
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
 _FACTOR = r"(?:\d{1,18}|[A-Za-z_]\w{0,63})"
 _PRODUCT = re.compile(rf"\$\(\(\s*({_FACTOR}(?:\s*\*\s*{_FACTOR}){{0,7}})\s*\)\)")  # others stay as they are
@@ -54,6 +59,11 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
     """
     script = _Script(path)
     commands = _training(script)
+    if not commands and script.commands:
+        program = shown(_program_of(script.commands[0]))
+        raise ConfigError(f"{shown_path(path)}: no command of it trains; {program} is another program of MaxText's")
+    if not commands and script.spaced:
+        raise ConfigError(f"{shown_path(path)}: {shown(script.spaced)}: has blanks around =; works: key=value")
     found = [_arguments_of(words) for words in commands] or [script.loose]
     if number is not None and number > len(found):
         raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
@@ -74,8 +84,7 @@ def launched_processes(path: Path, number: int | None = None) -> int | None:
     if not commands:
         return None
     whole = commands[(number or 1) - 1]
-    program = len(whole) - len(_arguments_of(whole)) - 1
-    stated = settings_of(whole[: max(0, program)], shown_path(path))
+    stated = settings_of(whole[: len(whole) - len(_arguments_of(whole)) - 1], shown_path(path))
     counts = []
     for of_node, nodes in (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
         texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
@@ -84,9 +93,17 @@ def launched_processes(path: Path, number: int | None = None) -> int | None:
     return counts[0] if counts else None
 
 
+def program_of(path: Path, number: int | None = None) -> str:
+    """Returns the module or the path that a command runs; "" without one. Arguments as of `read_line`."""
+    commands = _training(_Script(path))
+    return _program_of(commands[(number or 1) - 1]) if commands else ""
+
+
 def _training(script: _Script) -> list[list[str]]:
-    """Returns the commands of a script that say they train; all of them if none does."""
-    return [words for words in script.commands if any("train" in word for word in words)] or script.commands
+    """Returns the commands of a script that say they train; if none does, all but MaxText's programs that do not."""
+    programs = ((words, _program_of(words)) for words in script.commands)
+    able = [words for words, program in programs if "train" in program or not _OF_MAXTEXT.search(program)]
+    return [words for words in able if any("train" in word for word in words)] or able
 
 
 class _Script:
@@ -95,6 +112,7 @@ class _Script:
     def __init__(self, path: Path, arguments: Sequence[str] = (), depth: int = 0) -> None:
         self.commands: list[list[str]] = []  # those with settings
         self.loose: list[str] = []
+        self.spaced = ""  # the first line with blanks around =, which is no setting of a shell
         self._path, self._depth = path, depth
         self._variables = {str(i): text for i, text in enumerate(arguments, 1)}
         self._expanded = 0  # characters so far
@@ -117,10 +135,8 @@ class _Script:
         else:
             is_flags = words[:1] and words[0].startswith("--")
             self.loose += words if is_flags else [word for word in words if _SETTING.match(word)]
-            if re.match(r"\s*[\w.\-]+\s+=\s", line):
-                raise ConfigError(
-                    f"{shown_path(self._path)}: {shown(line.strip())}: has blanks around =; works: key=value"
-                )
+            if not self.spaced and re.match(r"\s*[\w.\-]+\s+=\s", line):
+                self.spaced = line.strip()
             if assigned:
                 self._assign(assigned)
 
@@ -139,7 +155,7 @@ class _Script:
                     self._take_command(inner, "")
             return
         has_settings = any(_SETTING.match(word) or word.startswith("--") for word in words)
-        trains = any(re.search(r"train|\.yml|\.py|^trl$", word) for word in words)
+        trains = any(re.search(r"train|\.yml|\.py|^trl$", word) or _OF_MAXTEXT.search(word) for word in words)
         if has_settings and trains and "install" not in words[:5]:
             self.commands.append(words)
 
@@ -161,7 +177,7 @@ class _Script:
         self._variables[name] = f"{self._variables.get(name, '')} {value}" if plus else value
 
     def _expand(self, text: str) -> str:
-        """Returns a line with the values of variables; one without a value stays as it is."""
+        """Returns a line with the values of variables; one without a value becomes ${NAME}, as does $(name ...)."""
 
         def counted(value: str) -> str:
             self._expanded += len(value)
@@ -173,14 +189,15 @@ class _Script:
 
         def value(found: re.Match[str]) -> str:
             name = found[1] or found[2]
-            return counted(self._variables.get(name, found[3] if found[3] is not None else found[0]))
+            return counted(self._variables.get(name, found[3] if found[3] is not None else f"${{{name}}}"))
 
         for _ in range(4):  # defaults may hold variables
             whole = _ARRAY_VARIABLE.sub(lambda found: counted(self._variables.get(found[1], found[0])), text)
             text, before = _VARIABLE.sub(value, whole), text
             if text == before:
                 break
-        return _PRODUCT.sub(self._product, text)
+        text = _PRODUCT.sub(self._product, text)
+        return _OUTPUT.sub(lambda found: f"${{{(found[1] or found[2]).upper()}}}", text)
 
     def _product(self, found: re.Match[str]) -> str:
         """Returns the product of integers, by themselves or as variables; what holds anything else stays as it is."""
@@ -207,7 +224,8 @@ def _lines(text: str) -> Iterator[str]:
     def parted(found: re.Match[str]) -> str:
         return found[0] if found["whole"] else " " if found["to"] else "\n"
 
-    text = re.sub(r"\\[ \t\r]*\n", " ", text)
+    text = re.sub(r"\\[ \t\r]*\n", " ", _PYTHON.sub("", text))
+    text = _PLACE.sub(lambda found: f"${{{re.sub('[ -]', '_', found[1])}}}", text)
     text = _QUOTE_OR_COMMENT.sub(joined, text)
     for line in _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).split("\n"):
         yield from [line] if _ARRAY.match(line) else _PARTS.sub(parted, line).split("\n")
@@ -218,9 +236,14 @@ def _nested(words: list[str], text: str) -> str | None:
     if words[0] == "eval":
         return text.strip().removeprefix("eval") or " ".join(words[1:])
     for i, word in enumerate(words[:-1]):
-        if word == "--command" or (word == "-c" and re.search(r"\b(ba|z|da)?sh$", words[i - 1])):
+        if word.lower() == "--command" or (word == "-c" and re.search(r"\b(ba|z|da)?sh$", words[i - 1])):
             return words[i + 1]
-    return next((word.partition("=")[2] for word in words if word.startswith("--command=")), None)
+    return next((word.partition("=")[2] for word in words if word.lower().startswith("--command=")), None)
+
+
+def _program_of(words: list[str]) -> str:
+    """Returns the module or the path that a command runs."""
+    return words[max(0, len(words) - len(_arguments_of(words)) - 1)]
 
 
 def _arguments_of(words: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+from collections.abc import Mapping
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.translation import Translation
@@ -19,6 +20,28 @@ def take_tokenizer(t: Translation, word: str, path: str) -> None:
         t.need(word, hub_step(path), tokenizer_type="huggingface", tokenizer_path=path)
     else:
         t.map(word, tokenizer_path=path)
+
+
+def take_dataset(t: Translation, step: str, settings: Mapping[str, str]) -> None:
+    """Takes TRL's `dataset_name`, a data set of the hub or a path, with its config and its split.
+
+    Args:
+      t: the words.
+      step: what its records have to be.
+      settings: of ours, beside the path; the path is that of a data set that is not named.
+    """
+    name, ours = t.text("dataset_name"), dict(settings)
+    if is_hub_name(name):
+        subset, split = t.text("dataset_config"), t.text("dataset_train_split", "train")
+        path = "/".join(filter(None, (name, subset, f"{split}*.parquet")))
+        ours |= {"dataset_type": "parquet", "dataset_path": path}
+        step = f"{hub_step(name, 'dataset')}: {step}"
+    elif name:
+        ours["dataset_path"] = name
+    t.need("dataset_name", step, **ours)
+    for word in ("dataset_config", "dataset_train_split"):
+        if word in t and is_hub_name(name):
+            t.map(word, dataset_path=ours["dataset_path"])
 
 
 def take_parameters(t: Translation, word: str, path: str) -> None:
@@ -49,6 +72,11 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
+def _quoted(text: str) -> str:
+    """Returns a text as a word of a shell, in which its variables keep their meaning."""
+    return f'"{text}"' if re.fullmatch(r"[^\"`\\!]*\$\{?\w[^\"`\\!]*", text) and "$(" not in text else shlex.quote(text)
+
+
 def take_orbax(t: Translation, word: str) -> None:
     """Takes a checkpoint of MaxText's, by its converter to a Hugging Face folder."""
     path = t.text(word)
@@ -59,8 +87,8 @@ def take_orbax(t: Translation, word: str) -> None:
     scan = t.text("scan_layers", "true").lower()
     folder = f"converted/{model}"
     command = (
-        f"python -m maxtext.checkpoint_conversion.to_huggingface model_name={shlex.quote(model)} "
-        f"load_parameters_path={shlex.quote(path)} base_output_directory={folder} scan_layers={scan} "
+        f"python -m maxtext.checkpoint_conversion.to_huggingface model_name={_quoted(model)} "
+        f"load_parameters_path={_quoted(path)} base_output_directory={_quoted(folder)} scan_layers={scan} "
         "hardware=cpu skip_jax_distributed_system=true"
     )
     t.need(word, f"MaxText's checkpoints are converted by its own {command}", load_parameters_path=folder)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
@@ -24,16 +24,21 @@ BESIDE = {"megatron": "nemo", "trl": "hf"}  # whose words are read with those of
 MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
 # At these values a word that is not supported has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
-_OF_THE_OPTIMIZER = ("opt_type", "init_weights_seed", "weight_dtype")  # they fix parameters, not which model it is
 # Words that state adapters or another objective; MaxText's q_lora_rank and its like are of latent attention.
 _OBJECTIVE = re.compile(
     r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
 )
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # of a shell, where no file sets it
+_OF_MODEL = "the file of the model that is named goes first there"
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
 
 class Merged(str):
     """A value that YAML's `<<` has put into another mapping as well."""
+
+
+class Displaced(str):
+    """A value that counts for nothing, since the file of the model that is named goes first."""
 
 
 class NameOfFile(str):
@@ -65,10 +70,14 @@ class Translation:
         self.framework, self.devices = framework, devices
         self.settings: dict[str, str] = {}
         self.fates: list[Fate] = []
-        self._stated, self._defaults = dict(words), dict(defaults)
-        self._left = dict.fromkeys([*words, *defaults])
+        lost = {word: value for word, value in words.items() if isinstance(value, Displaced)}
+        self.fates += [Fate(word, shown(value, 40), IGNORED, _OF_MODEL) for word, value in lost.items()]
+        self._stated = {word: value for word, value in words.items() if word not in lost}
+        self._defaults = dict(defaults)
+        self._left = dict.fromkeys([*self._stated, *defaults])
         self._words: dict[str, str] = {}  # the word that each of our settings was mapped from
         self._written: dict[str, str] = {}  # words that are taken as others, as the file writes them
+        self._is_default: Callable[[str, Stated], bool] = lambda word, value: False
 
     def __contains__(self, word: str) -> bool:
         """Returns whether the file states the word, other than as nothing."""
@@ -121,6 +130,10 @@ class Translation:
         self._written[name] = word
         self._left = dict.fromkeys(name if left == word else left for left in self._left if left != name)
 
+    def excuse(self, is_default: Callable[[str, Stated], bool]) -> None:
+        """Takes words at the other program's defaults, where they have no counterpart, as if they were not stated."""
+        self._is_default = is_default
+
     def is_merged(self, word: str) -> bool:
         """Returns whether the file only defines a word there, for `<<`, and states it elsewhere."""
         last = word.rpartition(".")[2]
@@ -153,8 +166,10 @@ class Translation:
             for name, text in settings.items():
                 keys()[name].read(text)
         except ConfigError as error:
-            self.refuse(word, str(error), is_essential=any(_states_run(name) for name in settings))
+            self._lack(word, str(error), is_essential=any(_states_run(name) for name in settings))
             return
+        if unset := _unset(settings.values()):
+            fate, why = NEEDS_YOU, "; ".join(filter(None, (f"the file does not set {unset}: put its value there", why)))
         self.settings |= settings
         self._words |= dict.fromkeys(settings, word)
         said = " ".join(f"{name}={shown(text)}" for name, text in settings.items())
@@ -164,9 +179,17 @@ class Translation:
         """Takes a word that changes nothing that is trained."""
         self._tell(word, IGNORED, why)
 
+    def _lack(self, word: str, why: str, is_essential: bool = False) -> None:
+        """Refuses a word for which there is no counterpart, unless it is stated at its default."""
+        if word in self._stated and self._is_default(word, self._stated[word]):
+            self.ignore(word, f"MaxText's default; at others: {why}")
+        else:
+            self.refuse(word, why, is_essential)
+
     def refuse(self, word: str, why: str, is_essential: bool = False) -> None:
         """Takes a word that has no counterpart and would change training; an essential one is never left out."""
-        self._tell(word, UNSUPPORTED, why, is_essential)
+        unset = _unset(self.items(word))
+        self._tell(word, UNSUPPORTED, f"the file does not set {unset}; {why}" if unset else why, is_essential)
 
     def finish(self) -> None:
         """Takes all remaining words by the table of words."""
@@ -184,7 +207,7 @@ class Translation:
         for name in names:
             del self._words[name], self.settings[name]
         self.fates = [fate for fate in self.fates if fate.word != self._written.get(word, word)]
-        self.refuse(word, fault, is_essential=any(_states_run(name) for name in names))
+        self._lack(word, fault, is_essential=any(_states_run(name) for name in names))
 
     def _by_table(self, word: str) -> None:
         value, row = self.text(word), self._row(word)
@@ -203,7 +226,7 @@ class Translation:
             self.map(word, **{word: value})
         elif row is None:
             why = "not in the table of words; maxbatch config lists what there is"
-            self.refuse(word, why, _may_state_run(name) or states_training(word))
+            self._lack(word, why, _may_state_run(name) or states_training(word))
         elif row.is_same:
             self._map_same(word, row.keys[0], value)
         elif row.is_ignored:
@@ -214,7 +237,7 @@ class Translation:
             is_schedule = name.startswith(("lr_", "learning_rate"))  # whose length is a key's as well
             is_essential = row.changes_data or any(_states_run(key) for key in row.keys if not is_schedule)
             is_essential = is_essential or states_training(word)
-            self.refuse(word, row.why, is_essential)
+            self._lack(word, row.why, is_essential)
 
     def _map_same(self, word: str, key: str, value: str) -> None:
         """Takes a word as one key of ours, unless another word that the file states gave it another value."""
@@ -253,6 +276,11 @@ class Translation:
         )
 
 
+def _unset(texts: Iterable[str]) -> str:
+    """Returns the variables of a shell that are left in texts, since their script does not set them."""
+    return ", ".join(dict.fromkeys(name for text in texts for name in _VARIABLE.findall(text)))
+
+
 def _fault(settings: Mapping[str, str]) -> str:
     """Returns the error of our config, "" if there is none."""
     try:
@@ -289,6 +317,6 @@ def _states_run(name: str) -> bool:
     from maxbatch.config.keys import Fixes, Part
 
     key = keys()[name]
-    stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.MODEL
+    stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
     is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")
-    return is_model or key.part is Part.LENGTH or (bool(key.fixes & stated) and name not in _OF_THE_OPTIMIZER)
+    return is_model or key.part is Part.LENGTH or bool(key.fixes & stated)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 
 from maxbatch.commands.import_config import hf
-from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.prompts import (
     PROMPTS,
     only,
@@ -19,6 +18,7 @@ from maxbatch.commands.import_config.prompts import (
     whole,
     without_balance,
 )
+from maxbatch.commands.import_config.steps import take_dataset
 from maxbatch.commands.import_config.translation import Translation
 
 DEFAULTS = hf.DEFAULTS | {
@@ -178,20 +178,8 @@ def _objective(t: Translation) -> None:
 
 
 def _data(t: Translation) -> None:
-    name = t.text("dataset_name")
-    step = "records with prompt, a text or messages"
     settings = {"dataset_type": "jsonl", "dataset_path": "prompts.jsonl", "prompt_template": "{prompt}"}
-    if is_hub_name(name):
-        subset, split = t.text("dataset_config"), t.text("dataset_train_split", "train")
-        path = "/".join(filter(None, (name, subset, f"{split}*.parquet")))
-        settings |= {"dataset_type": "parquet", "dataset_path": path}
-        step = f"{hub_step(name, 'dataset')}: {step}"
-    elif name:
-        settings["dataset_path"] = name
-    t.need("dataset_name", step, **settings)
-    for word in ("dataset_config", "dataset_train_split"):
-        if word in t and is_hub_name(name):
-            t.map(word, dataset_path=settings["dataset_path"])
+    take_dataset(t, "records with prompt, a text or messages", settings)
     functions, weights = [f for f in t.items("reward_funcs") if f], t.items("reward_weights")
     names = [name.rpartition(".")[2] for name in functions] or [f"score_{i}" for i, _ in enumerate(weights, 1)]
     if weights and len(names) != len(weights):

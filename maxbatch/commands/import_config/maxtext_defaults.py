@@ -1,0 +1,76 @@
+"""MaxText's defaults as of 0.2.5: the file that each of its modules reads, and the values of those files.
+
+The table is `maxtext_defaults.txt`, which `tests/helpers/maxtext_defaults.py` writes from an installed MaxText.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from maxbatch.commands.import_config.translation import Stated
+
+BASE = "base.yml"
+_MODULES, _MODELS = "modules", "models"
+_NOTHING = ("", "null", "none", "~")
+
+
+def file_of_module(program: str) -> str:
+    """Returns the file that a program of MaxText's reads where its command names none: by its module or its path."""
+    module = re.sub(r"^.*?(?=maxtext\.)", "", program.removesuffix(".py").replace("/", "."))
+    return str(_table()[_MODULES].get(module, BASE))
+
+
+def values_of(file: str) -> Mapping[str, Stated] | None:
+    """Returns the words of a file that a module reads, without those of base.yml; None for another file."""
+    name = re.sub(r"^.*configs/", "", re.sub("/+", "/", file))
+    known = {place: place for place in _table()} | {Path(place).name: place for place in _table()}
+    place = known.get(name) if name.endswith(".yml") else None
+    return None if place is None else {} if place == BASE else _table()[place]
+
+
+def is_known(word: str) -> bool:
+    """Returns whether base.yml has a word."""
+    return word in _table()[BASE]
+
+
+def is_default(word: str, value: Stated) -> bool:
+    """Returns whether a word has the value that base.yml has for it, or the file of a module if base.yml has none."""
+    files = [words for section, words in _table().items() if section.endswith(".yml") and word in words]
+    return bool(files) and _plain(files[0][word]) == _plain(value)
+
+
+def words_of_model(name: str) -> frozenset[str]:
+    """Returns the words that the file of a model states; none if there is no such file."""
+    return frozenset(str(_table()[_MODELS].get(name.replace("-Instruct", ""), "")).split())
+
+
+@functools.cache
+def _table() -> Mapping[str, dict[str, Stated]]:
+    """Returns the sections of the table, each with its words and values."""
+    sections: dict[str, dict[str, Stated]] = {}
+    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
+        if line.startswith("["):
+            section = sections.setdefault(line.strip("[]"), {})
+        elif not line.startswith(("#", "base_config ")):
+            word, _, value = line.partition(" ")
+            section[word] = json.loads(value) if value.startswith("[") else value
+    return sections
+
+
+def _plain(value: object) -> object:
+    """Returns a value in a form in which two spellings of it are equal."""
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    text = str(value).strip()
+    if text.lower() in _NOTHING:
+        return ""
+    if text.startswith("["):
+        return [_plain(item) for item in re.findall(r"[^\s\[\],'\"]+", text)]
+    try:
+        return float(text.replace("_", ""))
+    except ValueError:
+        return text.lower() if text.lower() in ("true", "false") else text

@@ -1,0 +1,51 @@
+"""Writes MaxText's defaults as a table: which file each of its modules reads, and the values of those files.
+
+    python -m tests.helpers.maxtext_defaults FOLDER VERSION > maxbatch/commands/import_config/maxtext_defaults.txt
+
+FOLDER is `maxtext/configs` of an installed MaxText. The table has the modules of `pyconfig.py`'s mapping, the words and
+values of the files that they read, each without those of its bases, and the words that each model's file states. Lists
+of sharding rules are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import sys
+from pathlib import Path
+
+from maxbatch.commands.import_config.reading import read_yaml
+
+_OF_SHARDING = ("logical_axis_rules", "logical_axis_rules_for_eval", "data_sharding", "mesh_axes")
+
+
+def _modules(pyconfig: Path) -> dict[str, str]:
+    """Returns the file of each module, from the mapping in the source of MaxText's `pyconfig.py`."""
+    for node in ast.parse(pyconfig.read_text()).body:
+        if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "_CONFIG_FILE_MAPPING" and node.value:
+            mapping: dict[str, str] = ast.literal_eval(node.value)
+            return mapping
+    raise SystemExit(f"{pyconfig}: has no _CONFIG_FILE_MAPPING")
+
+
+def _lines(file: Path) -> list[str]:
+    """Returns a line `word value` for each word of a file; a list is JSON."""
+    words = ((word, value) for word, value in read_yaml(file).items() if word not in _OF_SHARDING)
+    return [f"{word} {json.dumps(value) if isinstance(value, list) else value}".rstrip() for word, value in words]
+
+
+def main(folder: Path, version: str) -> None:
+    """Prints the table of a folder of configs."""
+    modules = _modules(folder / "pyconfig.py")
+    print(f"# Defaults of MaxText {version}, by tests/helpers/maxtext_defaults.py. A word alone is empty there.")
+    print("[modules]")
+    print("\n".join(f"{module} {file}" for module, file in modules.items()))
+    for name in dict.fromkeys(modules.values()):
+        print("\n".join([f"[{name}]", *_lines(folder / name)]))
+    print("[models]")
+    for file in sorted(folder.glob("models/*.yml")):
+        print(" ".join([file.stem, *(word for word in read_yaml(file) if word not in _OF_SHARDING)]))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
