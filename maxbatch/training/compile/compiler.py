@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
@@ -69,7 +70,7 @@ def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO
     Raises:
       JaxRuntimeError: the compiler fails, also without options.
     """
-    left = dict(options)
+    left: dict[str, str | bool] = dict(options)
     while True:
         try:
             return lowered.compile(compiler_options=left or None)
@@ -80,7 +81,7 @@ def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO
                 _drop_refused(left, error)
 
 
-def _fuse_less(options: dict[str, str], lacks: Shortage, error: Exception) -> None:
+def _fuse_less(options: dict[str, str | bool], lacks: Shortage, error: Exception) -> None:
     """Turns off the next flag that fuses; raises the error if the program lacks HBM or no flag fuses."""
     held = {f"--{name}={value}" for name, value in options.items()} | set(os.environ.get(VARIABLE, "").split())
     flag = next((flag for flag in _FUSING if options.get(flag) != "false" and f"--{flag}=true" in held), None)
@@ -94,7 +95,7 @@ def _fuse_less(options: dict[str, str], lacks: Shortage, error: Exception) -> No
     )
 
 
-def _drop_refused(options: dict[str, str], error: Exception) -> None:
+def _drop_refused(options: dict[str, str | bool], error: Exception) -> None:
     """Removes the options that an error names, all if it names none; raises the error if none is left."""
     if not options:
         raise error
@@ -105,5 +106,6 @@ def _drop_refused(options: dict[str, str], error: Exception) -> None:
     _warn(f"the compiler fails on a program with --{', --'.join(refused)} ({reason}); compiling it again without")
 
 
+@functools.cache  # once for all programs
 def _warn(text: str) -> None:
     print(f"maxbatch: warning: {text}", file=sys.stderr, flush=True)

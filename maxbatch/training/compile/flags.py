@@ -209,7 +209,7 @@ def _refused(
         lowered = jax.jit(_add_one, in_shardings=place, out_shardings=place).lower(jax.ShapeDtypeStruct((8,), "int32"))
         left, refused = dict(flags), dict[str, str | None]()
         while True:
-            options = {name.removeprefix("--"): value or "true" for name, value in left.items()}
+            options: dict[str, str | bool] = {name.removeprefix("--"): value or "true" for name, value in left.items()}
             try:
                 lowered.compile(compiler_options=options or None)
                 return refused
