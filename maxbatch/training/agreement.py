@@ -37,7 +37,7 @@ def check_same_start(config: ConfigDict, command: str, given: Mapping[str, str])
     """Checks that all hosts start the same command with the same config, versions and devices.
 
     Args:
-      config: a resolved config, with the flags of the TPU's compiler.
+      config: a resolved config, before `with_flags`, which compares the flags of the TPU's compiler itself.
       command: `train` or `rl`.
       given: a user's own parts of the run, by their argument.
 

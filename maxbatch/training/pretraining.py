@@ -38,7 +38,7 @@ from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
-from maxbatch.training.compile.flags import with_flags
+from maxbatch.training.compile.flags import program_options, state_flags, with_flags
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator, num_evaluated
@@ -76,10 +76,12 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
     """
     give_cpu_devices_threads()
     leave_out_absent_tpu()
-    config = with_flags(config)
+    state_flags(config)
     check_same_start(config, "train", code_of(parts))
+    devices = devices or jax.devices()
+    config = with_flags(config, devices)
     with ExitStack() as stack:
-        context = RunContext(config, devices or jax.devices(), stack)
+        context = RunContext(config, devices, stack)
         return Session(context, Pretraining(context, parts), parts.outputs).run()
 
 
@@ -187,14 +189,14 @@ class Pretraining:
     def identities(self) -> dict[str, str]:
         config, own_parts = self._context.config, self._parts.model is not None or self._parts.stream is not None
         self._open_held_out()
-        held_out = self._held_out.identity if self._held_out else {}
+        held_out = self._held_out.identity if self._held_out is not None else {}
         first = broadcast(lambda: held_out)
         key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
         found = {f"{name} of {key}": str(value) for name, value in (held_out if self._loads else first).items()}
         if self._saved:
             found["shapes in compiled_dir"] = str([tuple(shape) for shape in self._saved.shapes])
         if config.generate_prompt and not own_parts:  # the sample at the end
-            tokenizer = self.stream.tokenizer if self.stream else self._tokenizer()
+            tokenizer = self.stream.tokenizer if self.stream is not None else self._tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
             found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
             if config.use_sft:
@@ -208,7 +210,7 @@ class Pretraining:
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if self._saved is not None and name in self._saved:
             return self._saved.load(name, lower)
-        return compile_here(name, lower)
+        return compile_here(name, lower, program_options(self._context.config.libtpu_flags, self._context.devices))
 
     def feed(self, start: Start) -> Feed:
         """Returns the batches ahead; none of the executables that they need is compiled or loaded yet."""
@@ -229,8 +231,9 @@ class Pretraining:
         stream = self.stream
         if self._loss.has_reference:
             reference = self._refer(start)
-            stream = stream and with_reference(stream, reference)
-            self._held_out = self._held_out and with_reference(self._held_out, reference)
+            stream = None if stream is None else with_reference(stream, reference)
+            held_out = self._held_out
+            self._held_out = None if held_out is None else with_reference(held_out, reference)
         return Feed(stream, manager, self.steps.shape_for, self.placement, position.step)
 
     def _refer(self, start: Start) -> Reference:
@@ -250,7 +253,7 @@ class Pretraining:
         last = min(plan.total_samples, self.data.samples_per_epoch or plan.total_samples)
         bounds = EvaluationConfig.of(self._context.config)
         last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
-        held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out else None))
+        held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out is not None else None))
         if held_out != known.held_out:  # other pairs, or a file made before it stated them
             read = self._held_out
             is_known = all(gather(known.knows(read.samples, last_held_out) if read else True))
@@ -357,7 +360,7 @@ class Pretraining:
         if config.eval_interval <= 0 or has_own_data:
             return
         held_out = open_stream(config, split="eval") if self._loads else None
-        self._num_held_out = broadcast(lambda: (held_out.samples_per_epoch or 0) if held_out else 0)
+        self._num_held_out = broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0)
         self._held_out = held_out
 
     def _open_evaluator(self, batch_size: int) -> Evaluator | None:
