@@ -42,7 +42,9 @@ WHOLE_CONFIG = {
     "data": {"open_stream"},
     "sampling": set(),
     "runs": set(),
-    "training": {"MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "train", "with_flags"},
+    "training": {
+        "MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "state_flags", "train", "with_flags",
+    },
     "rl": {"Learner.__init__", "PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
     "auditing": set(),
     "pages": set(),

@@ -64,11 +64,12 @@ def compile_one(
     from maxbatch.config.sections import slots_per_sample
     from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.compile.cache import without_persistent_cache
+    from maxbatch.training.compile.flags import program_options
     from maxbatch.training.compile.memory import compile_for
     from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 
     with without_persistent_cache():
-        verdict, executable = compile_for(lowered, target)
+        verdict, executable = compile_for(lowered, target, program_options(config.libtpu_flags, target.devices))
     if executable is None or not (hlo or has_clock(target)):
         return Compiled(verdict, executable, Modelled())
     text = executable.as_text() or ""

@@ -48,9 +48,9 @@ def run(args: argparse.Namespace) -> int:
         simulate_devices(args.simulate_devices)
     from maxbatch.parallel.hosts import together
     from maxbatch.rl.run import train_policy
-    from maxbatch.training.compile.flags import with_flags
+    from maxbatch.training.compile.flags import state_flags
 
-    config = with_flags(config)  # to join the other hosts starts JAX
+    state_flags(config)  # to join the other hosts starts JAX
     with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
         outcome = train_policy(config)
     if outcome.stopped_by is None:

@@ -38,13 +38,13 @@ class SurvivingMachine(NamedTuple):
 
 def topology_machine(config: ConfigDict, topology: str, num_slices: int) -> tuple[ConfigDict, Machine]:
     """Returns the config with the compiler flags of a topology's chip, and the slices of it as numbers."""
-    from maxbatch.training.compile.flags import with_flags
+    from maxbatch.training.compile.flags import state_flags, with_flags
     from maxbatch.training.compile.target import find_target
     from maxbatch.training.compile.topology import parse_slice
 
-    config = with_flags(config, parse_slice(topology).version)
+    state_flags(config, parse_slice(topology).version)
     target = find_target(topology, num_slices)
-    return config, Machine(len(target.devices), target.num_hosts, num_slices)
+    return with_flags(config, target.devices), Machine(len(target.devices), target.num_hosts, num_slices)
 
 
 def survivors(

@@ -14,7 +14,7 @@ from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.compile.flags import with_flags
+from maxbatch.training.compile.flags import state_flags, with_flags
 from maxbatch.training.compile.target import Target, find_target
 from maxbatch.training.compile.topology import parse_slice
 
@@ -43,8 +43,9 @@ def config_and_target(args: argparse.Namespace) -> tuple[ConfigDict, Target]:
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
     if args.simulate_devices:
         simulate_devices(args.simulate_devices)
-    config = with_flags(config, parse_slice(args.topology).version if args.topology else None)
-    return config, find_target(args.topology, args.slices)
+    state_flags(config, parse_slice(args.topology).version if args.topology else None)
+    target = find_target(args.topology, args.slices)
+    return with_flags(config, target.devices), target
 
 
 def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Target, int]]:

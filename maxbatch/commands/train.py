@@ -40,10 +40,10 @@ def run(args: argparse.Namespace) -> int:
 
         simulate_devices(args.simulate_devices)
     from maxbatch.parallel.hosts import together
-    from maxbatch.training.compile.flags import with_flags
+    from maxbatch.training.compile.flags import state_flags
     from maxbatch.training.pretraining import train
 
-    config = with_flags(config)  # to join the other hosts starts JAX
+    state_flags(config)  # to join the other hosts starts JAX
     with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
         outcome = train(config)
     if outcome.stopped_by is None:

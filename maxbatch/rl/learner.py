@@ -8,6 +8,8 @@ Shapes: M pairs of a chunk, L tokens.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -20,6 +22,7 @@ from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.rl.objective import Pairs, policy_objective
+from maxbatch.training.compile.flags import program_options
 from maxbatch.training.update.gradients import Accumulation, Sums
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.state import TrainState, abstract_state
@@ -58,9 +61,10 @@ class Learner:
 
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        self._begin, self._add = jax.jit(begin), jax.jit(add, donate_argnums=1)
-        self._step = jax.jit(step, donate_argnums=0, out_shardings=(shardings, whole))
-        self._reference_logprobs = jax.jit(score)
+        jit = partial(jax.jit, compiler_options=program_options(config.libtpu_flags, list(mesh.devices.flat)) or None)
+        self._begin, self._add = jit(begin), jit(add, donate_argnums=1)
+        self._step = jit(step, donate_argnums=0, out_shardings=(shardings, whole))
+        self._reference_logprobs = jit(score)
 
     def refer_to(self, params: State) -> None:
         """Measures the divergence (`grpo_beta`) from these parameters, which stay as they are."""

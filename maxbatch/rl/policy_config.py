@@ -23,8 +23,9 @@ class PromptConfig(DataConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig(DecoderConfig):
-    """The decoder's keys, those of the responses, and the model whose end tokens end them."""
+    """The decoder's keys, those of the responses, the model whose end tokens end them, and the compiler's flags."""
 
     rl: RLConfig
     max_prefill_predict_length: int
     load_parameters_path: str
+    libtpu_flags: str

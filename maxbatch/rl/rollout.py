@@ -24,6 +24,7 @@ from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
 from maxbatch.rl.rewards import Rewards, Scores
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules
+from maxbatch.training.compile.flags import program_options
 from maxbatch.training.update.state import abstract_model
 
 WORD = 1 << 32  # a prompt's index is folded into its key in two words
@@ -62,7 +63,10 @@ class Roller:
         self._prompt_length = config.max_prefill_predict_length
         self._reshard = Resharding(parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh))
         several_hosts = jax.process_count() > 1
-        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts)
+        self._sampler = Sampler(
+            config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts,
+            compiler_options=program_options(config.libtpu_flags, list(mesh.devices.flat)),
+        )  # fmt: skip
 
     def hand_over(self, params: State) -> HandedOver:
         """Copies parameters from the devices that train, for `receive`; runs programs of those devices only."""

@@ -7,7 +7,7 @@ update of the batch `off_policy_steps` earlier. So neither the chunks nor what r
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import NamedTuple
 
@@ -36,7 +36,7 @@ from maxbatch.rl.warm_start import first_parameters, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import Part
 from maxbatch.training.compile.background import compile_here
-from maxbatch.training.compile.flags import with_flags
+from maxbatch.training.compile.flags import program_options, state_flags, with_flags
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
@@ -51,8 +51,9 @@ def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None
       ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
-    config = with_flags(config)
+    state_flags(config)
     devices = list(devices or jax.devices())
+    config = with_flags(config, devices)
     # Refuses before a file is read.
     BatchPlan.from_config(config, len(devices), jax.process_count(), num_slices=num_slices(devices))
     with ExitStack() as stack:
@@ -78,7 +79,6 @@ class PolicyTraining:
 
     takes_turns = True  # the responses of a batch need the parameters of the update before
     evaluates = has_eval_loss = False
-    executable = staticmethod(compile_here)
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._config = context, context.config
@@ -95,6 +95,9 @@ class PolicyTraining:
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
         self._warned = False
+
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        return compile_here(name, lower, program_options(self._config.libtpu_flags, self._context.devices))
 
     def plan(self, resume: Resume) -> BatchPlan:
         devices = self._context.devices

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -108,6 +108,7 @@ class Sampler:
         log-probability, and under LongRoPE it goes by the longest text that a row may become; true: a training pass
         over the responses gives the log-probabilities there.
       returns_whole: true: every device returns all rows, so that each of several hosts can read them.
+      compiler_options: of the program of a call, for the compiler.
     """
 
     def __init__(
@@ -119,6 +120,7 @@ class Sampler:
         prompt_length: int,
         rescores: bool = True,
         returns_whole: bool = False,
+        compiler_options: Mapping[str, str] | None = None,
     ) -> None:
         length = config.max_target_length
         if not 1 <= prompt_length <= length:
@@ -140,6 +142,11 @@ class Sampler:
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
         self.executable: Callable[..., Responses] | None = None  # what `lower` returned, compiled: all calls take it
+        self._respond = (
+            jax.jit(_respond.__wrapped__, static_argnums=0, compiler_options=dict(compiler_options))
+            if compiler_options
+            else _respond
+        )
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
@@ -162,7 +169,7 @@ class Sampler:
           draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
         """
         program, draw_ids_Bx3, tensors = self._arguments(prompts_QxP, draw_ids_Bx3, rules)
-        respond = self.executable or partial(_respond, program)
+        respond = self.executable or partial(self._respond, program)
         placed: Responses = respond(params, prompts_QxP, prompt_lengths_Q, draw_ids_Bx3, tensors)
         return placed
 
@@ -170,7 +177,7 @@ class Sampler:
         """Returns the lowered program of a call with such parameters and rules, for `executable`."""
         prompts_BxP, lengths_B = np.zeros((num_rows, self._prompt_length), np.int32), np.ones(num_rows, np.int32)
         program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, np.zeros((num_rows, 3)), rules)
-        return _respond.lower(program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors)
+        return self._respond.lower(program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors)
 
     def pieces(
         self,

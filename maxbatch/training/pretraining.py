@@ -37,7 +37,7 @@ from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted
 from maxbatch.training.compile.background import compile_here
-from maxbatch.training.compile.flags import with_flags
+from maxbatch.training.compile.flags import program_options, state_flags, with_flags
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator, num_evaluated
@@ -75,9 +75,11 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
     """
     give_cpu_devices_threads()
     leave_out_absent_tpu()
-    config = with_flags(config)
+    state_flags(config)
+    devices = devices or jax.devices()
+    config = with_flags(config, devices)
     with ExitStack() as stack:
-        context = RunContext(config, devices or jax.devices(), stack)
+        context = RunContext(config, devices, stack)
         return Session(context, Pretraining(context, parts), parts.outputs).run()
 
 
@@ -188,7 +190,7 @@ class Pretraining:
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if self._saved is not None and name in self._saved:
             return self._saved.load(name, lower)
-        return compile_here(name, lower)
+        return compile_here(name, lower, program_options(self._context.config.libtpu_flags, self._context.devices))
 
     def feed(self, start: Start) -> Feed:
         """Returns the batches ahead; none of the executables that they need is compiled or loaded yet."""

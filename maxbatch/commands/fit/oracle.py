@@ -29,6 +29,7 @@ from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import read_json
 from maxbatch.training.compile.compiler import Shortage
+from maxbatch.training.compile.flags import program_options
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
 from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 from maxbatch.training.compile.saved import program_keys, versions
@@ -95,7 +96,8 @@ class CompilerOracle:
                 f"{mesh_text(self.mesh, self.config)} remat_policy={self.config.remat_policy}, for "
                 f"{self.target.name}{self._bounds()}"
             )
-            verdict, executable = compile_for(lowered, self.target)
+            options = program_options(self.config.libtpu_flags, self.target.devices)
+            verdict, executable = compile_for(lowered, self.target, options)
             modelled = Modelled()
             if executable is not None and has_clock(self.target):
                 model, peak = DecoderConfig.of(self.config), self.config.peak_tflops_per_device

@@ -5,22 +5,24 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 import jax
 
-from maxbatch.training.compile.compiler import compile_program
+from maxbatch.training.compile.compiler import NO_OPTIONS, compile_program
 
 T = TypeVar("T")
 # (name, function that lowers the program) -> the compiled program
 MakeExecutable = Callable[[str, Callable[[], jax.stages.Lowered]], jax.stages.Compiled]
 
 
-def compile_here(name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-    """Returns the program, compiled here; the default `MakeExecutable`."""
-    return compile_program(lower())
+def compile_here(
+    name: str, lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str] = NO_OPTIONS
+) -> jax.stages.Compiled:
+    """Returns the program, compiled here with `program_options`; the default `MakeExecutable`."""
+    return compile_program(lower(), options)
 
 
 class Background:

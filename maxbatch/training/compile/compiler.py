@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 import jax
 
-from maxbatch.training.compile.flags import VARIABLE
+from maxbatch.training.compile.flags import VARIABLE, named_flags
 
 HBM = "hbm"
+NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NEEDED, _AVAILABLE = (rf"(?P<{name}>[\d.]+[KMGT]?)B?" for name in ("needed", "available"))
 # The wordings of the compilers for TPUs and GPUs; the first that matches counts.
@@ -55,26 +59,53 @@ def _num_bytes(text: str) -> int:
     return round(float(number) * _UNITS[text[len(number) :]])
 
 
-def compile_program(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
-    """Compiles a program; if a fusion exceeds a core's memory, warns and compiles again without the flags that fuse.
+def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO_OPTIONS) -> jax.stages.Compiled:
+    """Compiles a program with compiler options, and again without those that the compiler refuses, with a warning.
+
+    If a fusion exceeds a core's memory, it is compiled again without the flags that fuse.
+
+    Args:
+      options: values of flags, by their names without dashes (`program_options`).
 
     Raises:
-      JaxRuntimeError: the compiler fails, also without these flags.
+      JaxRuntimeError: the compiler fails, also without options.
     """
-    options: dict[str, bool | str] = {}
+    left: dict[str, str | bool] = dict(options)
     while True:
         try:
-            return lowered.compile(compiler_options=options or None)
+            return lowered.compile(compiler_options=left or None)
         except jax.errors.JaxRuntimeError as error:
-            lacks = shortage_in(str(error))
-            held = os.environ.get(VARIABLE, "").split()
-            flag = next((flag for flag in _FUSING if flag not in options and f"--{flag}=true" in held), None)
-            if not is_out_of_memory(error) or lacks.space == HBM or flag is None:
-                raise
-            options[flag] = "false"
-            bytes_of = f"{lacks.needed} of {lacks.available} bytes of" if lacks.needed else "too much"
-            print(
-                f"maxbatch: warning: a fusion of this program needs {bytes_of} {lacks.space}; compiling it again with "
-                f"--{flag}=false (stated in {VARIABLE} this takes no second compilation)",
-                file=sys.stderr, flush=True,
-            )  # fmt: skip
+            if is_out_of_memory(error):
+                _fuse_less(left, shortage_in(str(error)), error)
+            else:
+                _drop_refused(left, error)
+
+
+def _fuse_less(options: dict[str, str | bool], lacks: Shortage, error: Exception) -> None:
+    """Turns off the next flag that fuses; raises the error if the program lacks HBM or no flag fuses."""
+    held = {f"--{name}={value}" for name, value in options.items()} | set(os.environ.get(VARIABLE, "").split())
+    flag = next((flag for flag in _FUSING if options.get(flag) != "false" and f"--{flag}=true" in held), None)
+    if lacks.space == HBM or flag is None:
+        raise error
+    options[flag] = "false"
+    bytes_of = f"{lacks.needed} of {lacks.available} bytes of" if lacks.needed else "too much"
+    _warn(
+        f"a fusion of this program needs {bytes_of} {lacks.space}; compiling it again with --{flag}=false (stated in "
+        f"{VARIABLE} this takes no second compilation)"
+    )
+
+
+def _drop_refused(options: dict[str, str | bool], error: Exception) -> None:
+    """Removes the options that an error names, all if it names none; raises the error if none is left."""
+    if not options:
+        raise error
+    refused = named_flags(str(error), options) or list(options)
+    for name in refused:
+        del options[name]
+    reason = " ".join(str(error).split())[:200]
+    _warn(f"the compiler fails on a program with --{', --'.join(refused)} ({reason}); compiling it again without")
+
+
+@functools.cache  # once for all programs
+def _warn(text: str) -> None:
+    print(f"maxbatch: warning: {text}", file=sys.stderr, flush=True)

@@ -1,90 +1,290 @@
-"""The flags of the TPU compiler, which libtpu reads once, from `LIBTPU_INIT_ARGS`, when it is loaded.
+"""The flags of the TPU compiler: which a chip wants from which libtpu, and which of them a compiler takes.
 
-The defaults of libtpu overlap nothing: collectives run while computation waits. The flags are those that MaxText's
-recipes set (https://github.com/AI-Hypercomputer/maxtext, `benchmarks/xla_flags_library.py`): weight gathers run behind
-computation. Programs depend on them, so `train`, `rl`, `compile` and `fit` set the same.
+Ours are options of each program: a compiler that does not take one raises an error that names it, and programs for
+several chips can be compiled in one process. Flags of the user are in `LIBTPU_INIT_ARGS`, which libtpu reads once, when
+it is loaded, and where an unknown flag ends the process; so a child process tries them first. Programs depend on the
+flags: `train`, `rl`, `compile`, `fit` and `plan --survive` have the same.
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from ml_collections import ConfigDict
 
+from maxbatch.config.values import shown
+from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.parallel.absent_tpu import tpu_version_here
+from maxbatch.parallel.hosts import gather, warn
+from maxbatch.system.chips import TPUS, chip_of
+from maxbatch.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    import jax
 
 VARIABLE = "LIBTPU_INIT_ARGS"
 AUTO, NONE = "auto", "none"
 
-_OVERLAP = {
-    "--xla_tpu_enable_async_collective_fusion": "true",
-    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
-    "--xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
-    "--xla_tpu_overlap_compute_collective_tc": "true",
+# Collectives run while computation goes on, where they can; by default they run while it waits.
+_ASYNC = {
     "--xla_enable_async_all_gather": "true",
+    "--xla_tpu_overlap_compute_collective_tc": "true",
     "--xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "--xla_tpu_data_parallel_opt_different_sized_ops": "true",
 }
+# Continuation fusion: gathers of weights run inside of products. From libtpu 0.0.46 on the compiler refuses it on all
+# chips but the v5e: "incorrect results, hang, SDC".
+_GATHERS_IN_PRODUCTS = {
+    "--xla_tpu_enable_async_collective_fusion": "true",
+    "--xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
+    "--xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
+}
+_FUSES_ONLY_ON_V5E = (0, 0, 46)
 # Large sums of gradients are not joined into one, which could only start after the last of them.
 _SUMS_APART = {"--xla_jf_crs_combiner_threshold_in_bytes": "1048576"}
-# Sums of gradients run on SparseCores while the backward pass of other layers runs.
-_SUMS_ON_SPARSE_CORES = {
-    "--xla_tpu_enable_sparse_core_collective_offload_all_reduce": "true",
-    "--xla_tpu_enable_all_reduce_offload_tracing": "true",
+# SparseCores run collectives beside the products of the TensorCores. What MaxText's recipes set for all of them
+# (https://github.com/AI-Hypercomputer/maxtext, `benchmarks/xla_flags_library.py`).
+_SPARSE_CORES = {
     "--xla_tpu_use_tc_device_shape_on_sc": "true",
     "--xla_sc_enable_instruction_fusion": "false",
-    "--xla_sc_disjoint_spmem": "false",
     "--xla_sc_disable_megacore_partitioning": "true",
-} | _SUMS_APART
+}
+_OFFLOAD = "--xla_tpu_enable_sparse_core_collective_offload_"
+# Sums of gradients run while the backward pass of other layers runs.
+_SUMS_ON_SPARSE_CORES = {
+    f"{_OFFLOAD}all_reduce": "true",
+    "--xla_tpu_enable_all_reduce_offload_tracing": "true",
+} | _SPARSE_CORES | _SUMS_APART  # fmt: skip
+# So do gathers of weights, also those over two dimensions of the torus: 0.26 of the 5.9 GB that 4 layers of llama2-7b
+# send on a v5p:4x4x4 or v6e:16x16 are exposed; 4.0 GB without the last flag, 5.9 GB without any.
+_GATHERS_ON_SPARSE_CORES = {
+    f"{_OFFLOAD}all_gather": "true",
+    "--xla_tpu_enable_all_gather_offload_tracing": "true",
+    f"{_OFFLOAD}2d_all_gather": "true",
+}
+_GATHERS_OVER_THREE_AXES = {f"{_OFFLOAD}3d_all_gather": "true"}  # on chips whose torus has three dimensions
 # Without SparseCores each sum runs inside of the next gradient's product; that of a layer's last product is exposed.
 _SUMS_BESIDE_PRODUCTS = {"--xla_enable_async_all_reduce": "true"} | _SUMS_APART
 _SUMS_IN_PRODUCTS = {"--xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"} | _SUMS_BESIDE_PRODUCTS
 # Vector memory that one fusion may use. The default of 16 MiB cuts products into small blocks: a quarter more cycles.
+# A core of a v4 has 16 MiB in all, less than a sum inside of a wide product takes.
 _SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "65536"}
 
-# By chip. A core of a v4 has 16 MiB of vector memory in all, less than a sum inside of a wide product takes.
+_ON_SPARSE_CORES = _ASYNC | _GATHERS_ON_SPARSE_CORES | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM
+_IN_PRODUCTS = _ASYNC | _GATHERS_IN_PRODUCTS
 _FLAGS = {
-    "v4": _OVERLAP | _SUMS_BESIDE_PRODUCTS,
-    "v5e": _OVERLAP | _SUMS_IN_PRODUCTS | _SCOPED_VMEM,
-    "v5p": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
-    "v6e": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
-    "tpu7x": _OVERLAP | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
+    "v4": _ASYNC | _SUMS_BESIDE_PRODUCTS,
+    "v5e": _IN_PRODUCTS | _SUMS_IN_PRODUCTS | _SCOPED_VMEM,
+    "v5p": _ON_SPARSE_CORES | _GATHERS_OVER_THREE_AXES,
+    "v6e": _ON_SPARSE_CORES,
+    "tpu7x": _ON_SPARSE_CORES | _GATHERS_OVER_THREE_AXES,
+}
+# Those of a libtpu that fuses on every chip, where they differ.
+_FLAGS_BEFORE = {
+    "v4": _IN_PRODUCTS | _SUMS_BESIDE_PRODUCTS,
+    "v5p": _IN_PRODUCTS | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
+    "v6e": _IN_PRODUCTS | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
+    "tpu7x": _IN_PRODUCTS | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
 }
 
 _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"  # at import on a TPU machine; shapes no program
+_LONGEST_TRIAL_S = 120
 
 
-def flags_of(version: str) -> str:
-    """Returns the flags for a TPU version, as one text."""
-    return _text(_FLAGS[version])
+def flags_of(version: str) -> dict[str, str]:
+    """Returns the flags that a TPU version wants from the installed libtpu, by name."""
+    fuses = _libtpu() < _FUSES_ONLY_ON_V5E
+    return _FLAGS_BEFORE.get(version, _FLAGS[version]) if fuses else _FLAGS[version]
 
 
-def with_flags(config: ConfigDict, version: str | None = None) -> ConfigDict:
-    """Sets the flags of a TPU run for this process, and returns the config with the flags in force.
+def _libtpu() -> tuple[int, ...]:
+    """Returns the version of the installed libtpu, the newest of all if it is unknown."""
+    numbers = re.findall(r"\d+", _libtpu_name())
+    return tuple(map(int, numbers[:3])) or (sys.maxsize,)
 
-    Flags in the user's own `LIBTPU_INIT_ARGS` win, each over the same flag of `libtpu_flags`. It must be called before
-    JAX starts its backends. Without a TPU nothing is set and the config is returned as it is.
+
+def state_flags(config: ConfigDict, version: str | None = None) -> None:
+    """Sets the user's own flags for this process: those of `libtpu_flags` below those of `LIBTPU_INIT_ARGS`.
+
+    It must be called before JAX starts its backends. Flags of ours are left to `with_flags`.
 
     Args:
       version: the TPU that programs are compiled for, such as `v5p`; None: this machine's.
+
+    Raises:
+      ConfigError: the compiler does not take one of them.
     """
     version = version or tpu_version_here()
     if version not in _FLAGS:  # no TPU, or one that is too old
+        return
+    ours = flags_of(version)
+    stated = {name: value for name, value in _stated(config.libtpu_flags).items() if ours.get(name) != value}
+    held = stated | _held()
+    if own := {name: value for name, value in held.items() if name != _ADDED_BY_JAX}:
+        _try(own, version, config.data_cache_dir)
+    os.environ[VARIABLE] = text_of(held)
+
+
+def with_flags(config: ConfigDict, devices: Sequence[jax.Device]) -> ConfigDict:
+    """Returns the config with the flags in force on devices: for `auto` ours, below those of `LIBTPU_INIT_ARGS`.
+
+    A flag of ours that the compiler does not take is dropped with a warning. On other devices than TPUs the config is
+    returned as it is. All hosts must call it.
+
+    Raises:
+      ConfigError: the compiler does not take a flag that the user states, or the hosts' flags differ.
+    """
+    version = _version_of(devices)
+    if version is None:
         return config
-    stated = {AUTO: flags_of(version), NONE: ""}.get(config.libtpu_flags, config.libtpu_flags)
-    held = _parse(stated) | _parse(os.environ.get(VARIABLE, ""))
-    os.environ[VARIABLE] = _text(held)
+    own = _held()
+    own.pop(_ADDED_BY_JAX, None)
+    is_auto = config.libtpu_flags == AUTO
+    wanted = flags_of(version) if is_auto else _stated(config.libtpu_flags)
+    refused = _refused({name: value for name, value in wanted.items() if name not in own}, own, devices)
+    if refused and not is_auto:
+        raise _refusal(next(iter(refused)), version, f"libtpu_flags={shown(config.libtpu_flags)}")
+    for name in {name: None for names in gather(list(refused)) for name in names}:
+        warn(f"the TPU compiler (libtpu {_libtpu_name()}) does not take {name}={wanted.pop(name)} for a {version}; "
+             "compiling without it")  # fmt: skip
+    in_force = text_of(wanted | own) or NONE
+    texts = gather(in_force)
+    if differing := [host for host, text in enumerate(texts) if text != texts[0]]:
+        raise ConfigError(
+            f"libtpu_flags: must be the same on all hosts, and host {differing[0]} has {shown(texts[differing[0]])} "
+            f"where host 0 has {shown(texts[0])}; works: the same {VARIABLE} and libtpu on all hosts"
+        )
     changed = ConfigDict(config.to_dict())
-    held.pop(_ADDED_BY_JAX, None)
-    changed.libtpu_flags = _text(held) or NONE
+    changed.libtpu_flags = in_force
     return changed.lock()
 
 
-def _parse(text: str) -> dict[str, str | None]:
+def program_options(libtpu_flags: str, devices: Sequence[jax.Device]) -> dict[str, str]:
+    """Returns the compiler options of a program for devices: the flags in force that are not in `LIBTPU_INIT_ARGS`.
+
+    There are none without a TPU.
+
+    Args:
+      libtpu_flags: the key as `with_flags` returned it.
+    """
+    if _version_of(devices) is None:
+        return {}
+    own = _held()
+    return {
+        name.removeprefix("--"): "true" if value is None else value
+        for name, value in _stated(libtpu_flags).items()
+        if name not in own
+    }
+
+
+def _version_of(devices: Sequence[jax.Device]) -> str | None:
+    """Returns the TPU version of devices; None if they are no TPUs, or older ones."""
+    if devices[0].platform != "tpu":
+        return None
+    chip = chip_of(devices[0].device_kind)
+    return next((version for version, one in TPUS.items() if one is chip), None)
+
+
+def _refused(
+    flags: Mapping[str, str | None], own: Iterable[str], devices: Sequence[jax.Device]
+) -> dict[str, str | None]:
+    """Returns those flags that the compiler does not take, tried on a program of one addition for one device.
+
+    Raises:
+      ConfigError: it does not take one of the user's own.
+    """
+    import jax
+
+    from maxbatch.training.compile.cache import without_persistent_cache
+
+    here = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
+    place = jax.sharding.SingleDeviceSharding(here)
+    with without_persistent_cache():
+        lowered = jax.jit(_add_one, in_shardings=place, out_shardings=place).lower(jax.ShapeDtypeStruct((8,), "int32"))
+        left, refused = dict(flags), dict[str, str | None]()
+        while True:
+            options: dict[str, str | bool] = {name.removeprefix("--"): value or "true" for name, value in left.items()}
+            try:
+                lowered.compile(compiler_options=options or None)
+                return refused
+            except jax.errors.JaxRuntimeError as error:
+                named = named_flags(str(error), left)
+                if not named:
+                    if mine := named_flags(str(error), own):
+                        raise _refusal(mine[0], _version_of(devices) or "", VARIABLE, str(error)) from error
+                    return refused  # the cause is another one, which the first program's error will name
+                refused |= {name: left.pop(name) for name in named}
+
+
+def _add_one(x: jax.Array) -> jax.Array:
+    return x + 1
+
+
+def named_flags(message: str, flags: Iterable[str]) -> list[str]:
+    """Returns those flags that a compiler's message names."""
+    words = set(re.findall(r"\w+", message))
+    return [name for name in flags if name.removeprefix("--") in words]
+
+
+def _try(flags: Mapping[str, str | None], version: str, data_cache_dir: str) -> None:
+    """Compiles a program with flags in `LIBTPU_INIT_ARGS`, in a child process; a success is remembered on disk.
+
+    Raises:
+      ConfigError: the compiler does not take one of them.
+    """
+    text = text_of(flags)
+    known = cache_file(data_cache_dir, "flags", {"libtpu": _libtpu_name(), "tpu": version, "flags": text})
+    if recall(known):
+        return
+    variables = os.environ | {VARIABLE: text, "JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-m", "maxbatch.training.compile.flag_trial", version]
+    try:
+        done = subprocess.run(
+            command, env=variables, capture_output=True, text=True, timeout=_LONGEST_TRIAL_S, stdin=subprocess.DEVNULL
+        )
+    except (subprocess.TimeoutExpired, OSError):
+        return
+    if done.returncode == 0:
+        keep(known, True)
+    elif named := named_flags(done.stderr, flags):
+        raise _refusal(named[0], version, "libtpu_flags" if named[0] not in _held() else VARIABLE, done.stderr)
+
+
+def _stated(libtpu_flags: str) -> dict[str, str | None]:
+    return {} if libtpu_flags in (AUTO, NONE) else parse(libtpu_flags)
+
+
+def _held() -> dict[str, str | None]:
+    return parse(os.environ.get(VARIABLE, ""))
+
+
+def _libtpu_name() -> str:
+    try:
+        return importlib.metadata.version("libtpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "of an unknown version"
+
+
+def _refusal(name: str, version: str, source: str, message: str = "") -> ConfigError:
+    reason = "it does not know it" if f"Unknown command line flag '{name.removeprefix('--')}'" in message else "refused"
+    return ConfigError(
+        f"{source}: the TPU compiler (libtpu {_libtpu_name()}) does not take {name} for a {version} ({reason}); works: "
+        f"{'libtpu_flags=auto' if source != VARIABLE else f'{VARIABLE} without it'}"
+    )
+
+
+def parse(text: str) -> dict[str, str | None]:
     """Returns flags by name; the value of a flag without one is None."""
     pairs = (word.partition("=") for word in text.split())
     return {name: value if equals else None for name, equals, value in pairs}
 
 
-def _text(flags: dict[str, str] | dict[str, str | None]) -> str:
+def text_of(flags: Mapping[str, str | None]) -> str:
+    """Returns flags as one text, such as `--a=1 --b`."""
     return " ".join(name if value is None else f"{name}={value}" for name, value in flags.items())

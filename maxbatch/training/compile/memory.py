@@ -5,13 +5,22 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
+from collections.abc import Mapping
 
 import jax
 
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.trees import Tree
 from maxbatch.system.errors import TrainingError
-from maxbatch.training.compile.compiler import HBM, LACKS_HBM, Shortage, compile_program, is_out_of_memory, shortage_in
+from maxbatch.training.compile.compiler import (
+    HBM,
+    LACKS_HBM,
+    NO_OPTIONS,
+    Shortage,
+    compile_program,
+    is_out_of_memory,
+    shortage_in,
+)
 from maxbatch.training.compile.target import Target
 from maxbatch.training.update.state import TrainState
 
@@ -61,8 +70,10 @@ class Verdict:
         return f"it needs {gigabytes(needed)} ({needed} bytes) per device of {gigabytes(available)}"
 
 
-def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, jax.stages.Compiled | None]:
-    """Compiles a program; returns the verdict, and the compiled program if it fits.
+def compile_for(
+    lowered: jax.stages.Lowered, target: Target, options: Mapping[str, str] = NO_OPTIONS
+) -> tuple[Verdict, jax.stages.Compiled | None]:
+    """Compiles a program with `program_options`; returns the verdict, and the compiled program if it fits.
 
     Raises:
       TrainingError: the compiler fails for another reason than memory.
@@ -70,7 +81,7 @@ def compile_for(lowered: jax.stages.Lowered, target: Target) -> tuple[Verdict, j
     started = time.perf_counter()
     is_tpu = target.devices[0].platform == "tpu"
     try:
-        compiled = compile_program(lowered)
+        compiled = compile_program(lowered, options)
     except jax.errors.JaxRuntimeError as error:
         text = str(error)
         if not is_out_of_memory(error):

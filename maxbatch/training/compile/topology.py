@@ -77,6 +77,11 @@ class Slice:
         }
 
 
+def smallest_slice(version: str) -> str:
+    """Returns the name of a slice of one host of a version."""
+    return str(Slice(version, _nearest_layout(version, "2x2")))
+
+
 def parse_slice(topology: str) -> Slice:
     """Returns the slice of a name such as `v5p:4x4x4`; raises ConfigError with the nearest name if there is none."""
     version, _, layout = topology.strip().lower().partition(":")

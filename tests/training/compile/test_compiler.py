@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import jax
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.training.compile import compiler
 from maxbatch.training.compile.compiler import Shortage, compile_program, shortage_in
 from maxbatch.training.compile.flags import VARIABLE
 from tests.helpers.tiny import TINY_RUN
@@ -20,6 +22,11 @@ VMEM = (
     "allocation with size 16.50M and limit 16.00M exceeded scoped vmem limit by 512.0K."
 )
 HBM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm."
+
+
+@pytest.fixture(autouse=True)
+def nothing_said() -> None:
+    compiler._warn.cache_clear()
 
 
 class Lowered:
@@ -59,6 +66,44 @@ def test_fusions_that_exceed_a_core_are_compiled_smaller_and_the_flag_is_named(
     assert f"--{FUSING}=false" in line and "vmem" in line and str(16 * MIB) in line
 
 
+class Refusing:
+    """A compiler that does not take some options."""
+
+    def __init__(self, *refused: str) -> None:
+        self.refused, self.asked = refused, list[dict[str, Any] | None]()
+
+    def compile(self, compiler_options: dict[str, Any] | None = None) -> str:
+        self.asked.append(dict(compiler_options) if compiler_options else None)
+        if named := [name for name in self.refused if name in (compiler_options or {})]:
+            raise jax.errors.JaxRuntimeError(f"FAILED_PRECONDITION: Please disable it with {named[0]}=false")
+        return "compiled"
+
+
+def test_options_that_the_compiler_refuses_are_dropped_with_one_warning_for_all_programs(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = {FUSING: "true", "xla_other": "1"}
+    for _ in range(2):
+        lowered: Any = Refusing(FUSING)
+        assert compile_program(lowered, options) == "compiled"
+        assert lowered.asked == [options, {"xla_other": "1"}]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("maxbatch: warning: ") and f"--{FUSING}" in line and "xla_other" not in line
+
+
+def test_an_error_that_names_no_option_is_the_programs_own_once_it_has_none() -> None:
+    lowered: Any = Lowered("INTERNAL: failed")
+    lowered.compile = partial(_fail, lowered)
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        compile_program(lowered, {"xla_other": "1"})
+    assert lowered.asked == [{"xla_other": "1"}, None]
+
+
+def _fail(lowered: Lowered, compiler_options: dict[str, Any] | None = None) -> str:
+    lowered.asked.append(dict(compiler_options) if compiler_options else None)
+    raise jax.errors.JaxRuntimeError(lowered.message)
+
+
 @pytest.mark.parametrize(("message", "flags"), [(HBM, f"--{FUSING}=true"), (VMEM, "")])
 def test_what_smaller_fusions_do_not_help_is_not_compiled_twice(
     message: str, flags: str, monkeypatch: pytest.MonkeyPatch
@@ -73,7 +118,7 @@ def test_what_smaller_fusions_do_not_help_is_not_compiled_twice(
 def test_compile_names_another_memory_than_hbm(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def refuse(lowered: jax.stages.Lowered) -> None:
+    def refuse(lowered: jax.stages.Lowered, options: object) -> None:
         raise jax.errors.JaxRuntimeError(VMEM)
 
     monkeypatch.setattr("maxbatch.training.compile.memory.compile_program", refuse)
