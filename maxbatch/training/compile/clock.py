@@ -191,10 +191,10 @@ class Transfer:
 def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[Transfer]:
     """Yields the collectives that a computation's own instructions run.
 
-    They appear as one instruction that waits, as a start and a done (a call, if SparseCores run it), or inside of
-    fusions: a collective that is spread over several fusions has one channel and counts once. `async_collective_name`
-    marks a collective whose start and done the compiler joined again since nothing runs between them
-    (`ConvertAsyncCollectivesToSync` in XLA): it waits.
+    They appear as one instruction that waits, as a start and a done (a call, if SparseCores run it; from libtpu 0.0.46
+    on an update between the two hands over the operands), or inside of fusions: a collective that is spread over
+    several fusions has one channel and counts once. `async_collective_name` marks a collective whose start and done the
+    compiler joined again since nothing runs between them (`ConvertAsyncCollectivesToSync` in XLA): it waits.
     """
     shapes = {one.name: one.shape for one in instructions}
     fused: dict[str, list[int]] = {}
@@ -206,8 +206,8 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
             end = _end(instructions, index) if is_start else index
             size = _wire_bytes(kind, one, shapes, instructions[end].shape if is_start else one.shape)
             yield Transfer(size, range(index + 1, end))
-        elif one.opcode in ("fusion", "async-start", "call-start"):
-            places = [index] if one.opcode == "fusion" else [index, _end(instructions, index)]
+        elif one.opcode in ("fusion", "async-start", "call-start", "custom-call-start"):
+            places = [index] if one.opcode == "fusion" else _span(instructions, index)
             for channel, size in _inside(one, module):
                 sizes[channel] = size
                 fused.setdefault(channel, []).extend(places)
@@ -219,7 +219,8 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
 
 def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
     """Yields the collectives of a called computation, with their channel and bytes."""
-    called = module.computations.get(one.attribute("calls") or one.attribute("to_apply") or "", [])
+    name = one.attribute("calls") or one.attribute("to_apply") or one.attribute("called_computations")
+    called = module.computations.get(name or "", [])
     shapes = {inner.name: inner.shape for inner in called}
     for inner in called:
         kind = inner.opcode.removesuffix("-start")
@@ -236,15 +237,21 @@ def _carries_computation(one: Instruction) -> bool:
 
 def _end(instructions: Sequence[Instruction], start: int) -> int:
     """Returns where an asynchronous operation ends: at its done, else with the computation."""
-    names = {instructions[start].name}
+    return _span(instructions, start)[1]
+
+
+def _span(instructions: Sequence[Instruction], start: int) -> tuple[int, int]:
+    """Returns from where to where an asynchronous operation runs: from its operands to its done, else to the end."""
+    names, first = {instructions[start].name}, start
     for index in range(start + 1, len(instructions)):
         one = instructions[index]
         if names & set(one.operands):
             if one.opcode.endswith("-done"):
-                return index
-            if one.opcode == "async-update":
+                return first, index
+            if one.opcode.endswith("-update"):
                 names.add(one.name)
-    return len(instructions) - 1
+                first = index if not instructions[start].operands else first
+    return first, len(instructions) - 1
 
 
 def _wire_bytes(kind: str, one: Instruction, shapes: Mapping[str, str], result: str) -> int:

@@ -31,8 +31,8 @@ class Instruction:
     rest: str  # operands and attributes, as printed
 
     def attribute(self, name: str) -> str | None:
-        """Returns an attribute that is a word or a number, such as `calls` or `channel_id`."""
-        found = re.search(rf"\b{name}=%?([\w.\-]+)", self.rest)
+        """Returns an attribute that is a word or a number, such as `calls` or `channel_id`, of a list the first."""
+        found = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.rest)
         return found[1] if found else None
 
     def number(self, name: str) -> int | None:

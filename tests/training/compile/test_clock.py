@@ -118,6 +118,23 @@ def test_a_collective_that_sparse_cores_run_is_a_pair_of_calls(between: str, is_
     assert (found.hidden_collective_bytes, found.exposed_collective_bytes) == ((512, 0) if is_hidden else (0, 512))
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "is_hidden"), [(WORK, "", False), ("", WORK, True)], ids=["before the operands", "after them"]
+)
+def test_a_collective_of_sparse_cores_runs_once_it_has_its_operands(before: str, after: str, is_hidden: bool) -> None:
+    """libtpu 0.0.46 and newer load the program of the SparseCores first, and hand over the operands later."""
+    body = "  %q = f32[8]{0} parameter(0)\n  ROOT %r = f32[64]{0} all-gather(%q), channel_id=2, dimensions={0}"
+    called = f'%called (q: f32[8]) -> f32[64] {{\n{body}\n}}, execution_thread="sparsecore"\n\n'
+    entry = f"""  %start = ((), (), s32[9]) custom-call-start(), called_computations={{%called}}
+{before}
+  %update = ((f32[8]), f32[64], s32[9]) custom-call-update(%start, %g)
+{after}
+  %done = f32[64]{{0}} custom-call-done(%update)
+"""
+    found = schedule(entry + WORK.replace("%work", "%later"), called)
+    assert (found.hidden_collective_bytes, found.exposed_collective_bytes) == ((256, 0) if is_hidden else (0, 256))
+
+
 def test_a_collective_that_was_joined_again_waits() -> None:
     """The compiler names what it had started early, and joined again since nothing ran between start and done."""
     joined = (
