@@ -40,11 +40,6 @@ class Tolerance(NamedTuple):
         return float(np.median([float(parts[0]) for parts in self.params.values()] or [0.0]))
 
     @property
-    def noise_share(self) -> float:
-        """The share of the elements that are not compared."""
-        return sum(int(noise.sum()) for noise in self.noise.values()) / max(1, sum(x.size for x in self.noise.values()))
-
-    @property
     def of_loss(self) -> float:
         """The most that a loss may differ by, of itself."""
         return LEAST + TIMES * self.loss

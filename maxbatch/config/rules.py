@@ -390,6 +390,9 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         raise fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
     if values["routed_bias_update_rate"] and values["lora_rank"]:
         raise fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
+    if float(str(values["capacity_factor"])) > 0 and values["batch_size"] is not None:
+        rule = "-1 beside batch_size: the capacity follows from the tokens of a whole row, which sampling does not know"
+        raise fault("capacity_factor", rule, -1)
     for name in _ROUTER_LOSSES:
         if values[name] and values["batch_size"] is not None:
             raise fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)

@@ -264,7 +264,11 @@ class Attention(nnx.Module):
         def heads(name: str, norm: Norm = unchanged) -> jax.Array:
             out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, getattr(self, name)[...].astype(x_MxLxD.dtype))
             if hasattr(self, f"{name}_bias"):
-                out += getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)[None, None]
+                bias = getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)
+                # It adds the same to all scores of a query, to which softmax is blind; what is left is rounding, which
+                # an optimizer such as Adam would turn into whole steps.
+                blind = name == "key" and rope is None and self._sinks is None and not self.scores.soft_cap
+                out += (jax.lax.stop_gradient(bias) if blind else bias)[None, None]
             out = self.constrain(out, ("batch", "length", *MATRICES[name].outputs))
             # The gradient of a norm needs its input: without it the product would be computed again.
             return out if norm is unchanged else norm(kept(out, MATRICES[name].kept))

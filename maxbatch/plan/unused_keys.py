@@ -57,6 +57,13 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
             f"every rate of the run is 0, so nothing is learned: {stated(config, 'warmup_steps_fraction')} warms up "
             "from 0, and all updates start at sample 0; works: warmup_steps_fraction=0"
         )
+    model = config.model
+    weighs_all_alike = model.num_experts > 1 and model.num_experts_per_tok == 1 and model.norm_topk_prob
+    if weighs_all_alike and not model.load_balance_loss_weight and not model.router_z_loss_weight:
+        yield (
+            "the router does not learn: num_experts_per_tok=1 with norm_topk_prob=true gives every expert the weight "
+            "1, whatever its score; works: norm_topk_prob=false, or num_experts_per_tok=2"
+        )
     if config.prompts.max_prompts_per_batch is not None and not config.prompts.filter_groups:
         yield f"{stated(config, 'max_prompts_per_batch')} has no effect without filter_groups=true, which it bounds"
     yield from _stages_without_updates(config, manager)

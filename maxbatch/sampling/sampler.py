@@ -28,6 +28,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
+from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.sharding import activation_constraint, num_shards, unconstrained
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -127,6 +128,9 @@ class Sampler:
             raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
         constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
         model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
+        if config.num_experts > 1 and config.capacity_factor > 0:
+            warn(f"capacity_factor={config.capacity_factor:g} holds in training and not in sampling, which does not "
+                 "know the tokens of a whole row; every token goes to all of its experts")  # fmt: skip
         switches_rope = config.rope_type == "longrope" and length > config.original_max_position_embeddings
         self._program = _Program(
             graphdef=nnx.graphdef(model),

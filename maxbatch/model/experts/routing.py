@@ -90,7 +90,9 @@ def choose(config: ModelConfig, logits_MxLxE: jax.Array, bias_E: jax.Array | Non
     ranked_MxLxE = _in_best_groups(config, jax.lax.stop_gradient(ranked_MxLxE))
     _, experts_MxLxk = jax.lax.top_k(ranked_MxLxE, config.num_experts_per_tok)
     weights_MxLxk = jnp.take_along_axis(scores_MxLxE, experts_MxLxk, axis=-1)
-    if config.norm_topk_prob:
+    if config.norm_topk_prob and config.num_experts_per_tok == 1:
+        weights_MxLxk = jnp.ones_like(weights_MxLxk)  # and not a quotient, whose gradient is rounding
+    elif config.norm_topk_prob:
         weights_MxLxk /= _total(weights_MxLxk)
     if config.routed_scaling_factor != 1:
         weights_MxLxk *= config.routed_scaling_factor

@@ -25,6 +25,7 @@ from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import State
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
@@ -64,6 +65,8 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     config = source.config(overrides)
     if f"experts.{ROUTED_BIAS}" in FAMILIES[config.decoder_block].tensors:
         config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none
+    if ModelConfig.of(config).capacity_factor > 0:
+        warn(f"capacity_factor={config.capacity_factor:g} is no part of the export: Hugging Face's models drop nothing")
     abstract = placed(abstract_model(DecoderConfig.of(config))[1], _this_host())
     read = open_parameters(source, ModelConfig.of(config), abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
