@@ -48,7 +48,13 @@ def test_every_row_of_the_table_has_its_tests() -> None:
 @pytest.mark.usefixtures("standard_promotion")
 def test_in_bfloat16_layouts_have_the_same_data_and_losses_to_its_rounding(tmp_path: Path) -> None:
     """Experts too, whose tokens may go elsewhere on another layout."""
-    experts = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=24")
+    experts = (
+        "decoder_block=mixtral",
+        "num_experts=4",
+        "num_experts_per_tok=2",
+        "norm_topk_prob=true",
+        "base_moe_mlp_dim=24",
+    )
     keys = (*experts, "dtype=bfloat16", "global_batch_size=8", "steps=4", UNSAVED)
     layouts = {"whole": (1, 8, ()), "cut": (1, 2, ()), "sharded": (4, 1, ("ici_data_parallelism=2",))}
     runs = []
