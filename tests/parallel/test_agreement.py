@@ -76,6 +76,17 @@ def test_a_real_start_of_two_hosts_with_one_key_changed_is_refused(tmp_path: Pat
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_config_that_one_host_refuses_ends_the_others_too(tmp_path: Path, bad: int) -> None:
+    """They would wait for that host to join."""
+    own = [["stepz=3"] if host == bad else [] for host in range(2)]
+    ends = start_hosts([*TINY_RUN, f"run_dir={tmp_path / 'run'}", "per_device_batch_size=1"], own)
+    for host, (code, output) in enumerate(ends):
+        named = "" if host == bad else f"host {bad}: "
+        assert code == 2 and f"error: {named}stepz" in output and output.count("\n") == 1, ends
+
+
+@pytest.mark.processes
 def test_two_of_four_hosts_that_differ_are_named(tmp_path: Path) -> None:
     base = [*TINY_RUN, f"run_dir={tmp_path / 'run'}", "per_device_batch_size=1"]
     for code, output in start_hosts(base, [["steps=2"], ["steps=3"], ["steps=2"], ["steps=3"]]):
