@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, config_of, count
+from maxbatch.commands.refusing import refusing_together
 from maxbatch.config.loading import configs_dir
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
@@ -27,12 +28,13 @@ def run(args: argparse.Namespace) -> int:
     """Trains the policy of a config; returns the exit code."""
     from maxbatch.plan.batch import BatchPlan
 
-    config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))
-    if config.batch_size is None:
-        raise ConfigError(
-            "batch_size=null: must be the number of prompts in a batch; works: batch_size=32, or a config built on "
-            "configs/post_train/rl.yml"
-        )
+    with refusing_together():
+        config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))
+        if config.batch_size is None:
+            raise ConfigError(
+                "batch_size=null: must be the number of prompts in a batch; works: batch_size=32, or a config built on "
+                "configs/post_train/rl.yml"
+            )
     if args.simulate_hosts:
         from maxbatch.commands.simulation import check_hosts, run_hosts
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, config_of, count
+from maxbatch.commands.refusing import refusing_together
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
@@ -29,8 +30,9 @@ def run(args: argparse.Namespace) -> int:
     """Trains the run of a config; returns the exit code."""
     from maxbatch.plan.batch import check_batch_keys
 
-    config = config_of(args)
-    check_batch_keys(PlanConfig.of(config))
+    with refusing_together():
+        config = config_of(args)
+        check_batch_keys(PlanConfig.of(config))
     if args.is_trial:
         return _try(config, args)
     if args.simulate_hosts:

@@ -78,14 +78,16 @@ def _imported(source: bytes, folder: str, root: str, package: str) -> Iterator[s
         elif isinstance(statement, ast.ImportFrom):
             module = statement.module or ""
             names = [module, *(f"{module}.{alias.name}".lstrip(".") for alias in statement.names)]
-            for _ in range(statement.level - 1):
-                folder = os.path.dirname(folder)
             base = folder if statement.level else root
+            for _ in range(statement.level - 1):
+                base = os.path.dirname(base)
         for name in names:
             if base == root and package and name.partition(".")[0] != package:
                 continue
-            place = os.path.join(base, *name.split("."))
-            yield from (f"{place}.py", os.path.join(place, "__init__.py"))
+            place = base
+            for part in name.split("."):  # a package on the way is run as well
+                place = os.path.join(place, part)
+                yield from (f"{place}.py", os.path.join(place, "__init__.py"))
 
 
 def _file_module(path: str) -> ModuleType:

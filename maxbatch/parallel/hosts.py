@@ -31,6 +31,7 @@ T = TypeVar("T")
 _OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination")
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+_REFUSAL, _REFUSED_TIMEOUT_S = "maxbatch/refusal/", 30
 _sequences: defaultdict[str, Iterator[int]] = defaultdict(count)  # numbers of the messages, by channel
 _gathered: dict[str, str] = {}  # by channel the key of this host's last gathered value, which the others may still read
 
@@ -85,6 +86,29 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
     return num_processes, index
 
 
+def refuse_together(code: int, message: str) -> None:
+    """Ends this process, which refuses its config, once the hosts that the environment names know why.
+
+    They would wait minutes for it to join. Returns if they cannot be joined.
+    """
+    with contextlib.suppress(ConfigError, RuntimeError):  # the variables are incomplete, or no other host comes
+        join(_REFUSED_TIMEOUT_S)
+        _refusals(message)
+        leave(code, _is_keeper())
+
+
+def _refusals(own: str) -> list[str]:
+    """Exchanges with all hosts why each of them refuses its config, "" if it does not; touches no device."""
+    from jax._src.distributed import global_state
+
+    if (global_state.num_processes or 1) == 1:
+        return [own]
+    store = _store()
+    store.key_value_set(f"{_REFUSAL}{global_state.process_id}", own)
+    hosts = range(global_state.num_processes)
+    return [store.blocking_key_value_get(f"{_REFUSAL}{host}", _LONGEST_WAIT_MS) for host in hosts]
+
+
 @contextlib.contextmanager
 def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, last_saved: LastSaved) -> Iterator[None]:
     """Joins the hosts for the length of a run, which they end together.
@@ -100,6 +124,9 @@ def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, l
       last_saved: returns the newest step that is saved.
     """
     join(heartbeat_timeout_s)
+    refusals = [f"host {host}: {why}" for host, why in enumerate(_refusals("")) if why]
+    if refusals:
+        leave(report(ConfigError(refusals[0])), _is_keeper())
     if jax.process_count() == 1:
         yield
         return
@@ -170,6 +197,13 @@ def _store() -> Any:
     from jax._src.distributed import global_state
 
     return global_state.client
+
+
+def _is_keeper() -> bool:
+    """Returns whether this host keeps the store, before any device is touched."""
+    from jax._src.distributed import global_state
+
+    return bool(global_state.process_id == 0)
 
 
 def _address() -> str:

@@ -3,76 +3,31 @@
 from __future__ import annotations
 
 import random
-import subprocess
-import sys
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
 
-from maxbatch.commands.simulation import free_port
 from maxbatch.parallel.agreement import differences
-from tests.helpers.command import environment
+from tests.helpers.differing_hosts import OTHER_VALUES, refused_start, start_hosts
 from tests.helpers.tiny import TINY_RUN
-
-
-def start_hosts(
-    arguments: Sequence[str],
-    own: Sequence[Sequence[str]],
-    variables: Mapping[int, Mapping[str, str]] = {},
-    commands: Sequence[str] = (),
-) -> list[tuple[int, str]]:
-    """Starts a host for each item of `own`, its own arguments, as a user does by hand; returns codes and outputs."""
-    port, hosts = free_port(), []
-    for index, more in enumerate(own):
-        joined = {
-            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_NUM_PROCESSES": str(len(own)),
-            "JAX_PROCESS_ID": str(index),
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        }
-        command = commands[index] if commands else "train"
-        line = [sys.executable, "-m", "maxbatch", command, *arguments, *more, "--simulate-devices", "1"]
-        hosts.append(subprocess.Popen(
-            line, env=environment() | joined | variables.get(index, {}), stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL, start_new_session=True,
-        ))  # fmt: skip
-    try:
-        outputs = [host.communicate(timeout=90)[0] for host in hosts]
-        return [(host.returncode, output) for host, output in zip(hosts, outputs, strict=True)]
-    finally:
-        for host in hosts:
-            host.kill()
-
-
-# Each with another value than TINY_RUN's, which any config takes.
-OTHER_VALUES = (
-    "learning_rate=1e-1", "steps=9", "checkpoint_period=7", "eval_interval=2", "heartbeat_timeout_s=77",
-    "enable_checkpointing=false", "adam_b2=0.9", "data_shuffle_seed=3", "init_weights_seed=5", "base_mlp_dim=96",
-    "log_period=3", "gradient_clipping_threshold=0.5", "dtype=bfloat16", "max_num_checkpoints_to_keep=1",
-    "generate_prompt=a", "local_checkpoint_directory=/tmp/nowhere local_checkpoint_period=1", "remat_policy=full",
-    "warmup_steps_fraction=0.5", "grain_worker_count=1", "per_device_batch_size=4", "max_target_length=64",
-)  # fmt: skip
-
-
-def refused_start(run_dir: Path, stated: str) -> None:
-    """Starts two hosts, the second with another value, and checks how the start is refused."""
-    started = time.monotonic()
-    base = [*TINY_RUN, f"run_dir={run_dir}", "steps=2", "per_device_batch_size=1"]
-    ends = start_hosts(base, [[], stated.split()])
-    assert time.monotonic() - started < 60, "half of it to start: two hosts that miss each other wait for minutes"
-    for code, output in ends:
-        name, _, value = stated.split()[0].partition("=")
-        assert code == 2 and f"{name}: " in output and output.count("\n") == 1, (stated, ends)
-        assert ("stated" if value.startswith("/") else value) in output or float(value) == 0.1, (stated, output)
-    assert not run_dir.exists(), "nothing was written"
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("number", range(3))
 def test_a_real_start_of_two_hosts_with_one_key_changed_is_refused(tmp_path: Path, number: int) -> None:
-    refused_start(tmp_path / "run", random.Random(f"of three {number}").choice(OTHER_VALUES))
+    stated = random.Random(f"of three {number}").choice(OTHER_VALUES)
+    assert refused_start(tmp_path / "run", stated) < 60, "hosts that miss each other wait for minutes"
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("bad", [0, 1])
+def test_a_config_that_one_host_refuses_ends_the_others_too(tmp_path: Path, bad: int) -> None:
+    """They would wait for that host to join."""
+    own = [["stepz=3"] if host == bad else [] for host in range(2)]
+    ends = start_hosts([*TINY_RUN, f"run_dir={tmp_path / 'run'}", "per_device_batch_size=1"], own)
+    for host, (code, output) in enumerate(ends):
+        named = "" if host == bad else f"host {bad}: "
+        assert code == 2 and f"error: {named}unknown key stepz" in output and output.count("\n") == 1, ends
 
 
 @pytest.mark.processes
