@@ -73,12 +73,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(found: Mapping[str, Any]) -> None:
-    table = PlainTable("task", "shots", "documents", "metric", "filter", "value", "standard error")
+    table = PlainTable("task", "shots", "documents", "metric", "better", "filter", "value", "standard error")
     for task, metrics in found["results"].items():
         for name, metric, of_filter, value, error in _rows(metrics):
             shots, documents = found["n-shot"].get(task, ""), found["n-samples"].get(task, {}).get("effective", "")
-            better = {True: " up", False: " down"}.get(found["higher_is_better"].get(task, {}).get(metric), "")
-            table.add_row(name or task, str(shots), str(documents), metric + better, of_filter, value, error)
+            better = {True: "higher", False: "lower"}.get(found["higher_is_better"].get(task, {}).get(metric), "")
+            table.add_row(name or task, str(shots), str(documents), metric, better, of_filter, value, error)
     PipeConsole(highlight=False, soft_wrap=True).print(table)
 
 

@@ -80,7 +80,7 @@ def plan_on(config: ConfigDict, target: Target) -> BatchPlan:
 
 
 def show_time(programs: Mapping[str, Modelled]) -> None:
-    """Prints where the time of programs goes, as the compiler's clock models it, and the dearest operations."""
+    """Prints where the time of programs goes, as the compiler's clock models it, and the most expensive operations."""
     from rich.table import Table
 
     from maxbatch.plan.view import plan_console
@@ -99,7 +99,7 @@ def show_time(programs: Mapping[str, Modelled]) -> None:
         table.add_row(name, *cycles, *sent, f"{(one.modelled_step_s or 0) * 1e3:,.1f} ms", *rates)
     plan_console().print(table)
     name, largest = max(timed.items(), key=lambda pair: pair[1].modelled_step_s or 0)
-    dearest = Table("cycles", "share", "operation", "source", title=f"the dearest operations of {name} (modelled)")
+    dearest = Table("cycles", "share", "operation", "source", title=f"most expensive operations of {name} (modelled)")
     busy = (largest.compute_cycles or 0) + (largest.kernel_cycles or 0)
     for operation in largest.operations:
         share = f"{operation.cycles / max(1, busy):.1%}"

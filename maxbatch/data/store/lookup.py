@@ -90,8 +90,8 @@ def _cached_store(folder: Path) -> TokenStore | None:
 def _warn_without_hashes(store: TokenStore) -> None:
     if store.blocks is None:
         _warn_once(
-            f"{store.folder}: the tokenised data were made without hashes of their blocks, so that damage to them is "
-            "not noticed; remove the folder and prepare them again, and it is"
+            f"{store.folder}: the tokenised data were made without hashes of their blocks, so damage to them goes "
+            "unnoticed; to add hashes, remove the folder and prepare them again"
         )
 
 

@@ -99,10 +99,10 @@ class StepLadder:
     def describe(self) -> str:
         """Returns a line for a person: the micro-batches that are compiled, and why."""
         first, *own = (shape.micro_batch for shape in self._warm + self._later)
-        why = dict.fromkeys(own, f"planned for {LONG_STAGE} updates or more")
-        why[self._stages[-1].micro_batch_size_to_train_on] = "the last stage's"
-        others = "".join(f"; {size}, {why[size]}" for size in own)
-        return f"compiled for micro-batch {first}, which divides every stage's{others}"
+        use = dict.fromkeys(own, f"stages of {LONG_STAGE} updates or more")
+        use[self._stages[-1].micro_batch_size_to_train_on] = "the last stage"
+        others = "".join(f", {size} for {use[size]}" for size in own)
+        return f"compiled micro-batches: {first} for every stage{others}"
 
     def __getitem__(self, shape: BatchShape) -> jax.stages.Compiled:
         return self._ready[shape]
