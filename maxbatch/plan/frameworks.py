@@ -41,7 +41,7 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
     if plan.rl:
         return _of_prompts(plan, plan.rl)
     if _is_padded(plan):
-        return (_maxbatch(plan),)  # no other framework pads a batch
+        return (_maxbatch(plan),)  # none of the others pads a batch
     return (
         _maxbatch(plan),
         FrameworkSettings("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
@@ -92,7 +92,7 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     own += " batch_padding=true" if _is_padded(plan) else ""
     found = [FrameworkSettings("maxbatch", own, f"{update}={pairs}")]
     if _is_padded(plan):
-        return tuple(found)  # no other framework pads a batch
+        return tuple(found)  # none of the others pads a batch
     if rl.num_minibatches == 1 and not most:
         found.append(FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"))
     if not rl.off_policy_steps and not most:
