@@ -439,6 +439,8 @@ def _program(t: Translation) -> None:
         t.ignore("grad_dtype", "gradients accumulate in float32")
     if "mu_dtype" in t and t.text("mu_dtype") == t.text("weight_dtype"):
         t.ignore("mu_dtype", "moments have the dtype of the parameters")
+    if "remove_size_one_mesh_axis_from_type" in t:
+        t.ignore("remove_size_one_mesh_axis_from_type", "how its arrays are typed; the update is the same")
     _remat(t)
     attention = t.text("attention")
     if attention and attention not in ("dot_product",):
