@@ -3,8 +3,8 @@
     python -m tests.helpers.maxtext_defaults FOLDER VERSION > maxbatch/commands/import_config/maxtext_defaults.txt
 
 FOLDER is `maxtext/configs` of an installed MaxText. The table has the modules of `pyconfig.py`'s mapping, the words and
-values of the files that they read, each without those of its bases, and the words that each model's file states. Lists
-of sharding rules are left out.
+values of the files that they read, each without those of its bases, the defaults of words that `types.py` has beside
+base.yml's, and the words that each model's file states. Lists of sharding rules are left out.
 """
 
 from __future__ import annotations
@@ -34,6 +34,23 @@ def _lines(file: Path) -> list[str]:
     return [f"{word} {json.dumps(value) if isinstance(value, list) else value}".rstrip() for word, value in words]
 
 
+def _typed(types: Path) -> dict[str, object]:
+    """Returns the fields in the source of MaxText's `types.py` whose defaults are literals or empty, with these."""
+    found: dict[str, object] = {}
+    for node in ast.walk(ast.parse(types.read_text())):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(node.value, ast.Call):
+            stated = [*node.value.args[:1], *(word.value for word in node.value.keywords if word.arg == "default")]
+            if any(word.arg == "default_factory" for word in node.value.keywords):
+                found[node.target.id] = None  # an empty list or mapping
+            try:
+                found[node.target.id] = ast.literal_eval(stated[0])
+            except (IndexError, ValueError):
+                continue  # no default, or one that is made
+    return {
+        word: value for word, value in found.items() if value is None or isinstance(value, bool | int | float | str)
+    }
+
+
 def main(folder: Path, version: str) -> None:
     """Prints the table of a folder of configs."""
     modules = _modules(folder / "pyconfig.py")
@@ -42,6 +59,10 @@ def main(folder: Path, version: str) -> None:
     print("\n".join(f"{module} {file}" for module, file in modules.items()))
     for name in dict.fromkeys(modules.values()):
         print("\n".join([f"[{name}]", *_lines(folder / name)]))
+    print("[types]")
+    known = read_yaml(folder / "base.yml")
+    typed = {word: value for word, value in _typed(folder / "types.py").items() if word not in known and word[0] != "_"}
+    print("\n".join(f"{word} {'' if value is None else value}".rstrip() for word, value in typed.items()))
     print("[models]")
     for file in sorted(folder.glob("models/*.yml")):
         print(" ".join([file.stem, *(word for word in read_yaml(file) if word not in _OF_SHARDING)]))

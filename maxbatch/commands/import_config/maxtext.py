@@ -16,6 +16,7 @@ from maxbatch.commands.import_config.maxtext_data import translate_data
 from maxbatch.commands.import_config.maxtext_defaults import (
     BASE,
     file_of_module,
+    follows,
     is_default,
     is_known,
     values_of,
@@ -32,7 +33,7 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import configs_dir, keys
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.sections import REMAT_TENSORS, names_fixing
-from maxbatch.config.values import shown, shown_path
+from maxbatch.config.values import NULLS, shown, shown_path
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.system.errors import ConfigError
 
@@ -217,7 +218,7 @@ def _chain(path: Path) -> dict[str, Stated]:
         stated = read_yaml(at) if at.name != BASE else _of_base(at)
         base = stated.pop("base_config", "")
         words = stated | words
-        name = base if isinstance(base, str) else ""
+        name = base if isinstance(base, str) and base.lower() not in NULLS else ""
         at = _near(path.parent, name) if name else None
         if name and at is None and Path(name).name != BASE:  # whose values are known
             raise ConfigError(f"base_config={shown(name)}: is not beside {shown_path(path)}; works: put it there")
@@ -227,6 +228,9 @@ def _chain(path: Path) -> dict[str, Stated]:
 def translate(t: Translation) -> None:
     """Takes the words whose values differ from ours; the table of words covers the others."""
     t.excuse(is_default)
+    if "num_target_devices" in t:  # a config as MaxText has resolved it
+        for word in filter(follows, t.left()):
+            t.ignore(word, "it follows from the others")
     _retired(t)
     if t.number("eval_interval") == 0:
         t.map("eval_interval", "0 is never, as -1 is", eval_interval="-1")
@@ -435,6 +439,8 @@ def _program(t: Translation) -> None:
         t.ignore("grad_dtype", "gradients accumulate in float32")
     if "mu_dtype" in t and t.text("mu_dtype") == t.text("weight_dtype"):
         t.ignore("mu_dtype", "moments have the dtype of the parameters")
+    if "remove_size_one_mesh_axis_from_type" in t:
+        t.ignore("remove_size_one_mesh_axis_from_type", "how its arrays are typed; the update is the same")
     _remat(t)
     attention = t.text("attention")
     if attention and attention not in ("dot_product",):

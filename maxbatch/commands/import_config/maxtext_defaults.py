@@ -14,8 +14,15 @@ from pathlib import Path
 from maxbatch.commands.import_config.translation import Stated
 
 BASE = "base.yml"
-_MODULES, _MODELS = "modules", "models"
-_NOTHING = ("", "null", "none", "~")
+_MODULES, _TYPES, _MODELS = "modules", "types", "models"
+# Words of a resolved config that follow from others, whose defaults depend on these.
+_FOLLOW = re.compile(
+    r"(ici|dcn)_parallelism|(global|micro)_batch_size_to_\w+|rampup_(end_step|samples_per_increment_to_load)"
+    r"|num_(target_devices|diloco_replicas)|metrics_dir|tensors_(on_device|to_offload)|pipeline_parallel_layers"
+    r"|(eval_)?local_\w+|padded_base_moe_mlp_dim|quantization_local_shard_count"
+    r"|using_pipeline_parallelism"
+)
+_NOTHING = ("", "null", "none", "~", "[]", "{}")
 
 
 def file_of_module(program: str) -> str:
@@ -38,9 +45,16 @@ def is_known(word: str) -> bool:
 
 
 def is_default(word: str, value: Stated) -> bool:
-    """Returns whether a word has the value that base.yml has for it, or the file of a module if base.yml has none."""
-    files = [words for section, words in _table().items() if section.endswith(".yml") and word in words]
+    """Returns whether a word has its default: of base.yml, else of the file of a module, else of its type."""
+    files = [words for section, words in _table().items() if section.endswith((".yml", _TYPES)) and word in words]
+    if word.endswith("_soft_cap") and _plain(value) == "":
+        return True  # as 0.0
     return bool(files) and _plain(files[0][word]) == _plain(value)
+
+
+def follows(word: str) -> bool:
+    """Returns whether a word of a resolved config follows from the others."""
+    return _FOLLOW.fullmatch(word) is not None
 
 
 def words_of_model(name: str) -> frozenset[str]:
