@@ -43,7 +43,8 @@ WHOLE_CONFIG = {
     "sampling": set(),
     "runs": set(),
     "training": {
-        "MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "state_flags", "train", "with_flags",
+        "MakeModel.__call__", "RunContext.__init__", "module_maker", "program_keys", "state_flags", "train",
+        "with_flags",
     },
     "rl": {"Learner.__init__", "PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
     "auditing": set(),
