@@ -63,7 +63,7 @@ class TrainedResponse(NamedTuple):
     """One response that is trained on."""
 
     prompt: str
-    index: int  # of the prompt in the stream
+    prompt_index: int  # in the stream
     response: str
     reward: float
     rewards: dict[str, float]  # by reward function
@@ -223,7 +223,7 @@ class CollectedBatch:
             prompt = prompts[row // group]
             yield TrainedResponse(
                 prompt=prompt.text,
-                index=prompt.index,
+                prompt_index=prompt.index,
                 response=workshop.roller.text(kept.tokens_RxL[number, kept.mask_RxL[number]]),
                 reward=float(kept.rewards_R[number]),
                 rewards={name: float(values[number]) for name, values in kept.by_name.items()},

@@ -146,11 +146,9 @@ class Sampler:
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
         self.executable: Callable[..., Responses] | None = None  # what `lower` returned, compiled: all calls take it
-        self._respond = (
-            jax.jit(_respond.__wrapped__, static_argnums=0, compiler_options=dict(compiler_options))
-            if compiler_options
-            else _respond
-        )
+        self._respond_with_options: Any = None  # without options all samplers share one function, and its programs
+        if compiler_options:
+            self._respond_with_options = jax.jit(_responses, static_argnums=0, compiler_options=dict(compiler_options))
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
@@ -173,7 +171,7 @@ class Sampler:
           draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
         """
         program, draw_ids_Bx3, tensors = self._arguments(prompts_QxP, draw_ids_Bx3, rules)
-        respond = self.executable or partial(self._respond, program)
+        respond = self.executable or partial(self._respond_with_options or _respond, program)
         placed: Responses = respond(params, prompts_QxP, prompt_lengths_Q, draw_ids_Bx3, tensors)
         return placed
 
@@ -181,7 +179,11 @@ class Sampler:
         """Returns the lowered program of a call with such parameters and rules, for `executable`."""
         prompts_BxP, lengths_B = np.zeros((num_rows, self._prompt_length), np.int32), np.ones(num_rows, np.int32)
         program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, np.zeros((num_rows, 3)), rules)
-        return self._respond.lower(program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors)
+        respond = self._respond_with_options or _respond
+        lowered: jax.stages.Lowered = respond.lower(
+            program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors
+        )
+        return lowered
 
     def pieces(
         self,
@@ -269,8 +271,7 @@ class Sampler:
         return program, np.asarray(draw_ids_Bx3, np.uint32), _Rules(*arguments)
 
 
-@partial(jax.jit, static_argnums=0)
-def _respond(
+def _responses(
     program: _Program,
     params: State,
     prompts_QxP: jax.Array,
@@ -313,6 +314,9 @@ def _respond(
     found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
     placed: Responses = jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
     return placed
+
+
+_respond = jax.jit(_responses, static_argnums=0)
 
 
 def _check_finite(logprobs: jax.Array | np.ndarray) -> None:

@@ -19,8 +19,8 @@ class Chip:
     clock_ghz: float | None = None  # of the cycles that the compiler counts; None where it counts none
 
 
-# TPUs by the name that a topology begins with. Memory: what the compiler of libtpu 0.0.42 states when a program needs
-# more. Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
+# TPUs by the name that a topology begins with. Memory: what libtpu 0.0.42 to 0.0.52 state when a program needs more.
+# Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
 # pages of v4 and v5e beside it; ICI is given there for both directions and halved here. Clocks: the bfloat16 peak over
 # products of a device's matrix units per cycle (v4, v5p: 8 of 128x128; v5e: 4 of them; v6e, a tpu7x core: 4 of 256x256
 # by the compiler's own peak). 1.05 GHz is also that of Jouppi et al. 2023, TPU v4 (https://arxiv.org/abs/2304.01433),

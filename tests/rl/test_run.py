@@ -190,8 +190,8 @@ def test_the_responses_that_are_trained_on_are_in_the_transcripts(tmp_path: Path
         trained = line["trained"]
         groups = [trained[i : i + GROUP] for i in range(0, len(trained), GROUP)]
         assert len(trained) == record["global_batch_size"]
-        assert all(len({(one["prompt"], one["index"]) for one in group}) == 1 for group in groups)
-        assert [group[0]["index"] for group in groups] == list(
+        assert all(len({(one["prompt"], one["prompt_index"]) for one in group}) == 1 for group in groups)
+        assert [group[0]["prompt_index"] for group in groups] == list(
             range(record["samples_seen"] - len(groups), record["samples_seen"])
         )
         assert sum(one["reward"] for one in trained) / len(trained) == pytest.approx(record["reward"])

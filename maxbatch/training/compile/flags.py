@@ -21,7 +21,6 @@ from ml_collections import ConfigDict
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.parallel.absent_tpu import tpu_version_here
-from maxbatch.parallel.hosts import gather, warn
 from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.system.errors import ConfigError
 
@@ -140,6 +139,8 @@ def with_flags(config: ConfigDict, devices: Sequence[jax.Device]) -> ConfigDict:
     Raises:
       ConfigError: the compiler does not take a flag that the user states, or the hosts' flags differ.
     """
+    from maxbatch.parallel.hosts import gather, warn  # imports JAX, which must start after `state_flags`
+
     version = _version_of(devices)
     if version is None:
         return config
@@ -147,9 +148,11 @@ def with_flags(config: ConfigDict, devices: Sequence[jax.Device]) -> ConfigDict:
     own.pop(_ADDED_BY_JAX, None)
     is_auto = config.libtpu_flags == AUTO
     wanted = flags_of(version) if is_auto else _stated(config.libtpu_flags)
-    refused = _refused({name: value for name, value in wanted.items() if name not in own}, own, devices)
+    refused = _refused(
+        {name: value for name, value in wanted.items() if name not in own}, own, config.libtpu_flags, devices
+    )
     if refused and not is_auto:
-        raise _refusal(next(iter(refused)), version, f"libtpu_flags={shown(config.libtpu_flags)}")
+        raise _refusal(next(iter(refused)), version, "libtpu_flags")
     for name in {name: None for names in gather(list(refused)) for name in names}:
         warn(f"the TPU compiler (libtpu {_libtpu_name()}) does not take {name}={wanted.pop(name)} for a {version}; "
              "compiling without it")  # fmt: skip
@@ -192,7 +195,7 @@ def _version_of(devices: Sequence[jax.Device]) -> str | None:
 
 
 def _refused(
-    flags: Mapping[str, str | None], own: Iterable[str], devices: Sequence[jax.Device]
+    flags: Mapping[str, str | None], own: Iterable[str], stated: str, devices: Sequence[jax.Device]
 ) -> dict[str, str | None]:
     """Returns those flags that the compiler does not take, tried on a program of one addition for one device.
 
@@ -217,7 +220,7 @@ def _refused(
                 named = named_flags(str(error), left)
                 if not named:
                     if mine := named_flags(str(error), own):
-                        raise _refusal(mine[0], _version_of(devices) or "", VARIABLE, str(error)) from error
+                        raise _refusal(mine[0], _version_of(devices) or "", _source(mine[0], stated)) from error
                     return refused  # the cause is another one, which the first program's error will name
                 refused |= {name: left.pop(name) for name in named}
 
@@ -227,9 +230,11 @@ def _add_one(x: jax.Array) -> jax.Array:
 
 
 def named_flags(message: str, flags: Iterable[str]) -> list[str]:
-    """Returns those flags that a compiler's message names."""
+    """Returns those flags that a compiler's message names; if there are none, those that begin with a name in it."""
     words = set(re.findall(r"\w+", message))
-    return [name for name in flags if name.removeprefix("--") in words]
+    exact = [name for name in flags if name.removeprefix("--") in words]
+    named = tuple(word for word in words if word.startswith("xla_"))
+    return exact or [name for name in flags if name.removeprefix("--").startswith(named)]
 
 
 def _try(flags: Mapping[str, str | None], version: str, data_cache_dir: str) -> None:
@@ -253,11 +258,17 @@ def _try(flags: Mapping[str, str | None], version: str, data_cache_dir: str) -> 
     if done.returncode == 0:
         keep(known, True)
     elif named := named_flags(done.stderr, flags):
-        raise _refusal(named[0], version, "libtpu_flags" if named[0] not in _held() else VARIABLE, done.stderr)
+        source = VARIABLE if named[0] in _held() else "libtpu_flags"
+        raise _refusal(named[0], version, source, done.stderr)
 
 
 def _stated(libtpu_flags: str) -> dict[str, str | None]:
     return {} if libtpu_flags in (AUTO, NONE) else parse(libtpu_flags)
+
+
+def _source(name: str, libtpu_flags: str) -> str:
+    """Returns where the user states a flag."""
+    return "libtpu_flags" if name in _stated(libtpu_flags) else VARIABLE
 
 
 def _held() -> dict[str, str | None]:
