@@ -115,6 +115,7 @@ _OF_KEYS = {
     "max_target_length": "the length of a sample",
     "expansion_factor_real_data": "which hosts load",
     "reward_worker_count": "",
+    "transcript_period": "what is logged",
     "eval_dataset_path": "what is evaluated",
     "max_consecutive_skips": "when a run that diverges ends",
     "gradient_noise_scale": "what is measured",
