@@ -15,7 +15,7 @@ from flax import nnx
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import two_products
+from maxbatch.model.products import gradients_together, two_products
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
@@ -48,7 +48,10 @@ class MLP(nnx.Module):
         if hasattr(self, "gate"):
             gate_MxLxF, up_MxLxF = two_products(x_MxLxD, self.gate[...], self.up[...], self.constrain.platform)
             gate_MxLxF, up_MxLxF = self._biased(gate_MxLxF, "gate"), self._biased(up_MxLxF, "up")
-            inner_MxLxF = self.activation(_kept(gate_MxLxF, "gate")) * _kept(up_MxLxF, "up")
+            gate_MxLxF, up_MxLxF = gradients_together(
+                _kept(gate_MxLxF, "gate"), _kept(up_MxLxF, "up"), self.constrain.platform
+            )
+            inner_MxLxF = self.activation(gate_MxLxF) * up_MxLxF
         else:
             inner_MxLxF = self._biased(jnp.einsum("mld,df->mlf", x_MxLxD, self.up[...].astype(dtype)), "up")
             inner_MxLxF = self.activation(_kept(inner_MxLxF, "gate"))  # MaxText's name of the first product

@@ -33,6 +33,33 @@ def two_products(
     return first_MxLx1xF[:, :, 0, :], second_MxLx1xF[:, :, 0, :]
 
 
+def gradients_together(first: jax.Array, second: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
+    """Returns both as they are; on a TPU their gradients are computed in one place, each once.
+
+    Its compiler otherwise writes out what both gradients are computed from, and then one of the two, and computes the
+    other again in each product that takes it. Together they are the end of the product that makes their source: 5.85M
+    cycles instead of 5.77M and 1.80M (gate and up of an MLP, 4 rows of 4,096 tokens, D 4,096, F 11,008, v5p).
+    """
+    return _together(first, second) if platform == "tpu" else (first, second)
+
+
+@jax.custom_vjp
+def _together(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return first, second
+
+
+def _together_forward(first: jax.Array, second: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+    return (first, second), None
+
+
+def _together_backward(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+    first, second = jax.lax.optimization_barrier(tuple(gradients))
+    return first, second
+
+
+_together.defvjp(_together_forward, _together_backward)
+
+
 def quarter_turn(x_MxLxHxh: jax.Array) -> jax.Array:
     """Returns (-second half, first half) of the last axis, float32, as a product with a signed permutation: exact.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from maxbatch.model.products import two_products
+from maxbatch.model.products import gradients_together, two_products
 
 
 def inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -38,3 +38,16 @@ def test_the_two_products_and_their_gradients_are_the_same_on_every_platform(pla
 def test_a_cpu_computes_one_product_and_a_tpu_two(platform: str, products: int) -> None:
     jaxpr = jax.make_jaxpr(lambda *arrays: two_products(*arrays, platform))(*inputs())
     assert str(jaxpr).count("dot_general") == products
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_gradients_that_a_tpu_computes_together_are_the_same(platform: str) -> None:
+    def gated(platform: str, gate: jax.Array, up: jax.Array) -> jax.Array:
+        gate, up = gradients_together(gate, up, platform)
+        return jnp.sum(jax.nn.silu(gate) * up * up)
+
+    _, *arrays = inputs()
+    gradients = [jax.grad(gated, (1, 2))(one, *arrays) for one in (platform, "cpu")]
+    np.testing.assert_array_equal(gradients[0], gradients[1])
+    jaxpr = str(jax.make_jaxpr(jax.grad(gated, (1, 2)), static_argnums=0)(platform, *arrays))
+    assert jaxpr.count("optimization_barrier") == (platform == "tpu")
