@@ -103,7 +103,7 @@ COMMANDS: dict[str, Command] = {
         "maxbatch.commands.evaluate",
         "Print the scores of a model on tasks of lm-evaluation-harness, or on task files of your own.",
         "MODEL --tasks TASK,... [key=value ...] [--include-path DIR] [--num-fewshot K] [--limit N] [--batch-size N] "
-        "[--averaged] [--json] [--simulate-devices N]",
+        "[--apply-chat-template] [--averaged] [--json] [--simulate-devices N]",
         ("maxbatch evaluate smollm2 --tasks hellaswag,arc_easy",
          "maxbatch evaluate runs/default --tasks my-tasks --json",
          "maxbatch evaluate runs/default/checkpoints/200 --tasks gsm8k --num-fewshot 5 --limit 100")),
@@ -123,7 +123,7 @@ COMMANDS: dict[str, Command] = {
     "sweep": Command(
         "maxbatch.commands.sweep.command",
         "Train a run for each combination of swept config keys, and compare them.",
-        "SWEEP.yml [--retry-failed]",
+        "SWEEP.yml [--retry-failed] [--json]",
         ("maxbatch sweep batch_size",
          "maxbatch sweep configs/sweeps/batch_size.yml")),
     "critical-batch": Command(
