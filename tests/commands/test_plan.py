@@ -30,7 +30,11 @@ def plan_json(capsys: pytest.CaptureFixture[str], *argv: str) -> dict:
 def error_line(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     assert main(["plan", *argv]) == 2
     captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.count("\n") == 1
+    if "--json" in argv:
+        assert json.loads(captured.out).keys() == {"error", "exit_code"}
+    else:
+        assert captured.out == ""
     assert captured.err.startswith("maxbatch: error: ")
     return captured.err.removeprefix("maxbatch: error: ").rstrip("\n")
 

@@ -41,7 +41,7 @@ def test_only_the_answer_is_right_whatever_spaces_are_around_it() -> None:
 
 
 def test_every_part_of_the_records_is_as_good_as_a_sample() -> None:
-    held_out = PromptSource(config()).held_out()
+    held_out = PromptSource(config()).held_out
     assert held_out is not None and held_out.num_prompts == 1000
     for place in range(0, 2 * arithmetic.NUM_TERMS, 2):
         counts = Counter(prompt.text[place] for prompt in held_out.read(0, 1000))
@@ -49,7 +49,7 @@ def test_every_part_of_the_records_is_as_good_as_a_sample() -> None:
 
 
 def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() -> None:
-    held_out = PromptSource(config()).held_out()
+    held_out = PromptSource(config()).held_out
     assert held_out is not None
     unseen = {prompt.text for prompt in held_out.read(0, held_out.num_prompts)}
     slips: Counter[int] = Counter()

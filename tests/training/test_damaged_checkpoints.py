@@ -247,7 +247,7 @@ def test_a_score_and_a_run_without_a_finite_value_fail(run: Trained, capfd: pyte
         main(["score", str(run.folder), "a.jsonl", "--json", "ici_fsdp_parallelism=1", "ici_data_parallelism=-1"]) == 1
     )
     out, err = capfd.readouterr()
-    assert not out and len(err.splitlines()) == 1 and "finite" in err
+    assert json.loads(out)["exit_code"] == 1 and len(err.splitlines()) == 1 and "finite" in err
     other = tiny_config("run_dir=other", "steps=2", f"load_parameters_path={run.folder}")
     for _ in range(2):  # also where the run is complete
         with pytest.raises(DivergedError, match="other: none of its 2 updates changed the par"):

@@ -101,7 +101,7 @@ class StepLadder:
         first, *own = (shape.micro_batch for shape in self._warm + self._later)
         use = dict.fromkeys(own, f"stages of {LONG_STAGE} updates or more")
         use[self._stages[-1].micro_batch_size_to_train_on] = "the last stage"
-        others = "".join(f", {size} for {use[size]}" for size in own)
+        others = "".join(f", {size} for {stages}" for size, stages in use.items() if size in own)
         return f"compiled micro-batches: {first} for every stage{others}"
 
     def __getitem__(self, shape: BatchShape) -> jax.stages.Compiled:
