@@ -86,7 +86,7 @@ def test_train_try_reports_all_faults_of_data_and_tokenizer_together(
     for said in (
         "eval_dataset_path='nothing.jsonl'",
         "tokenizer_path='/none/tokenizer.json'",
-        "/none/run: no such file or folder",
+        "/none/run: no such folder",
     ):
         assert said in printed.err
     assert "trying llama2: 2 layers of width 64, mesh fsdp 2 on 2 CPU devices" in printed.out
