@@ -23,7 +23,7 @@ from tests.helpers.tiny import TINY_MODEL
 
 ROWS = 16  # B
 READS_BESIDE_ROWS = 8
-OBJECTS_OF_A_RESUME = 10  # beside the arrays
+OBJECTS_OF_A_RESUME = 11  # beside the arrays, with the run's id and the config of the session before
 WRITES_A_MINUTE = 6
 _WARM_UP = 3  # updates
 _RUN = (
