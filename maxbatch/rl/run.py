@@ -239,7 +239,9 @@ class PolicyTraining:
 
     def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
-        started, policy = time.perf_counter(), self._learner.policy(state)
+        started = time.perf_counter()
+        # Later updates of a batch sample nothing, so that adapters need not be merged for them.
+        policy = state.params if batch.update else self._learner.policy(state)
         collected = self._collected_for(batch, policy)
         waited = time.perf_counter() - started
         part, num_chunks = batch.update % self._workshop.batch.num_minibatches, 0

@@ -106,9 +106,10 @@ class CheckpointRecord(NamedTuple):
             del saved["ahead"]
         if self.run_id is None:
             del saved["run_id"]
-        saved["origin"] = self.origin and self.origin._asdict()
         if self.origin is None:
             del saved["origin"]
+        else:
+            saved["origin"] = self.origin._asdict()
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
     @classmethod

@@ -149,8 +149,10 @@ class SweepFolder:
 
     def result(self, trial: Trial, metric: str) -> Result:
         """Returns how a trial ended, or how far it is."""
+        return self._result(trial, metric, scan_metrics(trial.folder).records)
+
+    def _result(self, trial: Trial, metric: str, records: Sequence[Mapping[str, Any]]) -> Result:
         status, reason = read_outcome(trial.folder) or (UNFINISHED, "")
-        records = scan_metrics(trial.folder).records
         value = metric_value(records, metric)
         if status == Status.DONE and value is None:
             status, reason = _without_value(records, metric)
@@ -165,19 +167,19 @@ class SweepFolder:
         def rank(result: Result) -> tuple[int, float]:
             return _BEST_FIRST.index(result.status), math.inf if result.value is None else result.value
 
-        results = [self.result(trial, metric) for trial in self.trials()]
-        fewest = min((result.tokens for result in results if result.status == Status.DONE), default=0)
-        if any(result.status == Status.DONE and result.tokens > fewest for result in results):
-            results = [self._compared(result, metric, fewest) for result in results]
-        return sorted(results, key=rank)
+        def compared(result: Result, records: Sequence[Mapping[str, Any]]) -> Result:
+            if result.status != Status.DONE:
+                return result
+            upto = [record for record in records if record[Metric.TOKENS_SEEN] <= fewest]
+            return result._replace(at_equal_tokens=metric_value(upto, metric))
 
-    def _compared(self, result: Result, metric: str, tokens: int) -> Result:
-        """Returns a result with its metric after so many tokens, if it is done."""
-        if result.status != Status.DONE:
-            return result
-        records = scan_metrics(result.trial.folder).records
-        upto = [record for record in records if record[Metric.TOKENS_SEEN] <= tokens]
-        return result._replace(at_equal_tokens=metric_value(upto, metric))
+        read = [(trial, scan_metrics(trial.folder).records) for trial in self.trials()]
+        results = [self._result(trial, metric, records) for trial, records in read]
+        done = {result.tokens for result in results if result.status == Status.DONE}
+        fewest = min(done, default=0)
+        if len(done) > 1:
+            results = [compared(result, records) for result, (_, records) in zip(results, read, strict=True)]
+        return sorted(results, key=rank)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its trials."""

@@ -64,6 +64,7 @@ from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.origin import RunOrigin
 from maxbatch.training.weights.parameters import Reader, Source, open_parameters, open_source
 
+# The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
     Part.RESTORING: "restoring",
     Part.COMPILING: "compiling",
