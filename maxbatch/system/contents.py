@@ -28,6 +28,18 @@ def content_stamp(file: AnyPath) -> tuple[int, list[int | str]]:
     return status.st_size, [status.st_ino, status.st_ctime_ns, status.st_mtime_ns]
 
 
+def stored_sum(file: AnyPath) -> str:
+    """Returns what a store states of an object's content: its MD5, or else its version there. "" for a file on disk."""
+    status = file.stat()
+    return (status.md5 or f"{status.version} {file}") if isinstance(status, Status) else ""
+
+
+def md5_of(file: AnyPath) -> str:
+    """Returns the MD5 of a file, as stores state it."""
+    with file.open("rb") as content:
+        return hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+
+
 class Block(NamedTuple):
     """Bytes `begin` to before `end` of a file."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import dataclasses
 import fnmatch
 import io
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
 
@@ -28,6 +29,7 @@ class Status(NamedTuple):
     st_size: int  # bytes
     st_mtime: float  # seconds since 1970; 0 if the store states none
     version: str  # changes whenever the object is written
+    md5: str  # of the content, as hexadecimal digits; "" if the store states none
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -105,7 +107,8 @@ class RemotePath:
         info = self._info()
         version = next((info[key] for key in ("generation", "etag", "ETag", "md5Hash") if info.get(key)), "")
         written = info.get("mtime") or info.get("LastModified")
-        return Status(int(info["size"] or 0), written.timestamp() if written else 0.0, str(version).strip('"'))
+        size, seconds = int(info["size"] or 0), written.timestamp() if written else 0.0
+        return Status(size, seconds, str(version).strip('"'), _md5_of(info))
 
     def iterdir(self) -> Iterator[RemotePath]:
         """Yields the direct entries of the folder, in order of the names."""
@@ -283,3 +286,11 @@ def _writing(path: RemotePath) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise missing_bucket(path.url) from None
+
+
+def _md5_of(info: Mapping[str, Any]) -> str:
+    """Returns the MD5 that a store states of an object: Google's own field, or the ETag of one that S3 took whole."""
+    if info.get("md5Hash"):
+        return base64.b64decode(info["md5Hash"]).hex()
+    etag = str(info.get("ETag") or "").strip('"')
+    return etag if re.fullmatch("[0-9a-f]{32}", etag) else ""

@@ -98,6 +98,10 @@ class StoredCheckpoint:
         stated = json.dumps([*parts, record.origin and record.origin.identity], sort_keys=True)
         return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
 
+    def identity_like(self, other: str) -> str:
+        """Returns the identity, which has one form."""
+        return self.identity
+
     @property
     def old_identity(self) -> str:
         """A hash of its step, the checksum of its arrays and its model."""

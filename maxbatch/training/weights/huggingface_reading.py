@@ -26,7 +26,7 @@ from maxbatch.config.values import shown, shown_path
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.trees import State
-from maxbatch.system.contents import Block, blocks_of, content_stamp, digests
+from maxbatch.system.contents import Block, blocks_of, content_stamp, digests, md5_of, stored_sum
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors, tensor_files
@@ -36,6 +36,7 @@ from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
 _PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")  # of a layer that predicts further tokens
+_OF_SUMS = "sums "  # begins an identity that is made of checksums of whole files
 _BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the old identity of a folder
 
 
@@ -54,14 +55,37 @@ class HuggingFaceFolder:
         return folder_of(self._path, weights=True)
 
     @property
+    def _files(self) -> list[AnyPath]:
+        folder = self._folder
+        return sorted([folder / CONFIG_FILE, *tensor_files(folder)], key=str)
+
+    @property
     def identity(self) -> str:
         """A hash of all that is read of it: `config.json`, the ids that end a text, and the files of its tensors.
 
+        Objects are not read for it where all hosts have them in a store: it is of what the store states of them.
+        """
+        sums = [stored_sum(file) for file in self._files]
+        return self._of_sums(sums) if all(gather(all(sums))) else self._of_blocks()
+
+    def identity_like(self, other: str) -> str:
+        """Returns the identity in the form of another one, which a copy on a disk or in another store can have."""
+        if other.startswith(_OF_SUMS):
+            return self._of_sums([stored_sum(file) or md5_of(file) for file in self._files])
+        return self._of_blocks()
+
+    def _of_sums(self, sums: Sequence[str]) -> str:
+        names = [file.name for file in self._files]
+        stated = json.dumps([end_tokens(self._path), list(zip(names, sums, strict=True))])
+        return f"{_OF_SUMS}{hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()}"
+
+    def _of_blocks(self) -> str:
+        """Returns the identity by the content itself.
+
         Hosts that see the same files hash a share of the blocks each. A host with files of its own hashes them all.
         """
-        folder, parts = self._folder, list[Block]()
+        files, parts = self._files, list[Block]()
         stated = json.dumps(end_tokens(self._path)).encode()
-        files = sorted([folder / CONFIG_FILE, *tensor_files(folder)], key=str)
         seen = [content_stamp(file) for file in files]
         for file, (size, _) in zip(files, seen, strict=True):
             parts += blocks_of(file, size)

@@ -26,6 +26,9 @@ class Identified(Protocol):
     def identity(self) -> str:
         """A hash of its content, equal in whichever folder it is; all hosts of a run ask for it together."""
 
+    def identity_like(self, other: str) -> str:
+        """Returns the identity in the form of another one, to compare both; all hosts of a run ask together."""
+
     @property
     def old_identity(self) -> str:
         """The identity that checkpoints of adapters made before origins were pinned state."""
@@ -69,7 +72,7 @@ def open_origin(
         place = str(folder)
     source = open_at(place)
     _refuse_different(stated, gather([type(source).__name__, source.step]))
-    identity = source.identity
+    identity = source.identity_like(pin.identity) if pin else source.identity
     _refuse_different(stated, gather(identity))
     if (pin and identity != pin.identity) or (old_base is not None and old_base != source.old_identity):
         raise ConfigError(

@@ -20,9 +20,11 @@ from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.system.safetensors import StoredTensor, stored_tensors, write_tensors
+from maxbatch.system.storage import as_path
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
 from maxbatch.training.weights.huggingface_exchange import _adder, _exchange, read_shared
+from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
 from tests.helpers.command import maxbatch
 from tests.helpers.parameters import load_parameters
 from tests.helpers.stores import Store
@@ -115,6 +117,12 @@ def test_no_device_has_a_whole_tensor_while_they_exchange_it(axes: dict[str, int
 
 @pytest.mark.stores
 @pytest.mark.slow
+def contents_read(store: Store) -> list[int]:
+    """Returns the bytes of each request for the content of the model's tensors."""
+    content = r"^GET .*model\.safetensors" + (r".*alt=media" if store.scheme == "gs" else "$")
+    return [size for _, method, path, size, _ in store.requests() if re.search(content, f"{method} {path}")]
+
+
 def test_two_hosts_together_fetch_a_model_once(store: Store, tmp_path: Path) -> None:
     bucket = store.bucket()
     folder = random_folder(tmp_path / "model", "llama2")
@@ -136,8 +144,27 @@ def test_two_hosts_together_fetch_a_model_once(store: Store, tmp_path: Path) -> 
     header = int.from_bytes(file[:8], "little")
     # Every host reads the header; a store's description of the object, which is not asked with `alt=media` of Google's,
     # and its answers about the index that is not there do not count either.
-    content = r"^GET .*model\.safetensors" + (r".*alt=media" if store.scheme == "gs" else "$")
-    read = [size for _, method, path, size, _ in store.requests() if re.search(content, f"{method} {path}")]
+    read = contents_read(store)
     of_tensors = [size for size in read if size not in (8, header)]
     total = len(file) - 8 - header
     assert total <= sum(of_tensors) <= 1.3 * total, read
+
+
+def test_a_folder_in_a_store_is_identified_unread_and_its_copies_as_the_same(store: Store, tmp_path: Path) -> None:
+    here, there = random_folder(tmp_path / "model", "llama2"), f"{store.bucket()}/model"
+    assert main(["export", str(here), "--output", there]) == 0
+    (tmp_path / "copy").mkdir()
+    for file in as_path(there).iterdir():
+        (tmp_path / "copy" / file.name).write_bytes(file.read_bytes())
+    remote, copy = HuggingFaceFolder(there), HuggingFaceFolder(tmp_path / "copy")
+    store.forget()
+    pinned = remote.identity
+    assert contents_read(store) == []
+    assert copy.identity_like(pinned) == pinned == remote.identity_like(pinned)
+    assert remote.identity_like(copy.identity) == copy.identity != pinned
+    with (tmp_path / "copy" / "model.safetensors").open("r+b") as weights:
+        weights.seek(-1, 2)
+        last = weights.read(1)
+        weights.seek(-1, 2)
+        weights.write(bytes([last[0] ^ 1]))
+    assert copy.identity_like(pinned) != pinned

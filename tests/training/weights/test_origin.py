@@ -251,7 +251,7 @@ def test_hosts_that_see_the_same_files_hash_them_once_between_them(
     totals = []
     for turn in range(2):  # the second time every host knows what the other one says
         for host in range(2):
-            said = iter(gathered.get(1 - host, []) if turn else [None, "0"])
+            said = iter(gathered.get(1 - host, []) if turn else [None, None, "0"])
             mine = gathered[host] if turn else gathered.setdefault(host, [])
 
             def gather(value: Any, said: Any = said, mine: Any = mine, turn: int = turn) -> list[Any]:
