@@ -39,6 +39,15 @@ class Tolerance(NamedTuple):
         """The median of the spreads of the arrays."""
         return float(np.median([float(parts[0]) for parts in self.params.values()] or [0.0]))
 
+    def or_more(self, other: Tolerance) -> Tolerance:
+        """Returns the larger of two tolerances in every place."""
+        params = {
+            name: [np.maximum(*both) for both in zip(parts, other.params.get(name, parts), strict=True)]
+            for name, parts in self.params.items()
+        }
+        noise = {name: mask | other.noise.get(name, mask) for name, mask in self.noise.items()}
+        return Tolerance(params, noise, max(self.loss, other.loss))
+
     @property
     def of_loss(self) -> float:
         """The most that a loss may differ by, of itself."""

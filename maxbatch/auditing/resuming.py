@@ -15,7 +15,7 @@ from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
 ImportMake = Callable[[], Make]  # pickled, and called in a new process
 
-_WITHIN = "MAXBATCH_RESUMES_AUDITED_TRAINER"  # set in a new process, so that an audit in a module of users ends there
+_WITHIN = "AUDIT_RESUMES_A_TRAINER"  # set in a new process, so that an audit in a module of users ends there
 
 
 class NoProcess(Exception):
