@@ -36,8 +36,11 @@ def stored_sum(file: AnyPath) -> str:
 
 def md5_of(file: AnyPath) -> str:
     """Returns the MD5 of a file, as stores state it."""
+    digest = hashlib.md5(usedforsecurity=False)
     with file.open("rb") as content:
-        return hashlib.file_digest(content, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()
+        while piece := content.read(BLOCK_BYTES):
+            digest.update(piece)
+    return digest.hexdigest()
 
 
 class Block(NamedTuple):
