@@ -16,7 +16,8 @@ from maxbatch.config.sections import READY_TASKS
 from maxbatch.config.values import Value
 from maxbatch.parallel.agreement import differences
 
-DEFAULTS = load_config()
+DEFAULTS = load_config().to_dict()
+FACTS = facts_of(DEFAULTS)
 PLACES = ("local", "path", "paths")
 
 
@@ -50,15 +51,15 @@ def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harm
     case: tuple[str, Value, int, set[int]],
 ) -> None:
     name, value, num_hosts, others = case
-    changed = DEFAULTS.to_dict() | {name: value}
-    found = differences([facts_of(changed if host in others else DEFAULTS) for host in range(num_hosts)])
+    changed = facts_of(DEFAULTS | {name: value})
+    facts = [changed if host in others else FACTS for host in range(num_hosts)]
+    found = differences(facts)
     how = shared(name)
     if how is Shared.NOTHING or (how is not Shared.VALUE and bool(value) == bool(DEFAULTS[name])):
         assert found == []
         return
     (line,) = found
-    values = [changed if host in others else DEFAULTS for host in range(num_hosts)]
-    texts = [facts_of(one)[name] or "''" for one in values]
+    texts = [one[name] or "''" for one in facts]
     hosts = {text: [str(host) for host, one in enumerate(texts) if one == text] for text in dict.fromkeys(texts)}
     most = [f"{text} on host{'s' * (len(at) > 1)} {', '.join(at[:4])}" for text, at in hosts.items()]
     assert line == f"{name}: {' | '.join(most)}" or max(map(len, texts)) > 40
