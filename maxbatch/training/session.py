@@ -197,11 +197,14 @@ class Session(Generic[B]):
             self._local.resumed(position.step)
         self._restored = restored.state if restored else None
         self._ahead = restored.ahead if restored else None
-        if not self.is_complete and jax.process_count() > 1:
-            check_agreed(self.task.identities(), "give every host the same files")
-        if not restored or (self.task.rereads_start and not self.is_complete):
+        if not self.is_complete:
+            self.task.open_held_out()
+            self._refuse_patience_without_eval()
+            if jax.process_count() > 1:
+                check_agreed(self.task.identities(), "give every host the same files")
+        if not (restored and self.is_complete):
             with self._clock.during(Part.RESTORING):
-                self.task.open_start(is_new=not restored)
+                self.task.open_start(self.start, is_new=not restored)
         self._changes: list[str] = []
         if self.position.step and is_first():
             self._changes = changes_since(self.folder.path, self.config, self.plan, self.position.samples_seen)
@@ -341,7 +344,6 @@ class Session(Generic[B]):
             restored, self._restored = self._restored, None
             with self._clock.during(Part.COMPILING):
                 self.state = self.task.prepare(restored, self.start)
-            self._refuse_patience_without_eval()
             if self.config.eval_interval > 0 and not self.task.evaluates:
                 unit = self.task.data.unit
                 self.console.print(
