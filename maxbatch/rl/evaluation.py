@@ -93,12 +93,7 @@ class PolicyEvaluator:
 
 
 def open_evaluator(
-    config: EvaluationConfig,
-    rollout: RolloutConfig,
-    held_out: Prompts,
-    plan: BatchPlan,
-    mesh: Mesh,
-    rewards: Rewards,
+    config: EvaluationConfig, rollout: RolloutConfig, held_out: Prompts, plan: BatchPlan, mesh: Mesh, rewards: Rewards
 ) -> PolicyEvaluator:
     """Returns the evaluator of a run on the mesh that samples."""
     assert plan.rl is not None, "the config states a batch of prompts"
