@@ -201,6 +201,8 @@ class Pretraining:
         first = broadcast(lambda: held_out)
         key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
         found = {f"{name} of {key}": str(value) for name, value in (held_out if self._loads else first).items()}
+        given = code_of(self._parts).items()
+        found |= {f"the file of {name}": code for name, code in given if getattr(self._parts, name) is not None}
         if self._saved:
             found["shapes in compiled_dir"] = str([tuple(shape) for shape in self._saved.shapes])
         if config.generate_prompt and not own_parts:  # the sample at the end

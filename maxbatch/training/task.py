@@ -123,7 +123,7 @@ class Task(Protocol[B]):
         """Opens the held-out data, unless the config has no eval; not called where no update is left."""
 
     def identities(self) -> dict[str, str]:
-        """Returns what this host reads besides its training data, by name; called only where there are several hosts.
+        """Returns the content of what this host reads besides its training data, by name, if an update is left.
 
         Where another host reads a part, it has the first host's.
         """
