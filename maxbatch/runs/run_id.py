@@ -17,7 +17,7 @@ from maxbatch.system.storage import AnyPath
 
 RUN_FILE = "run.json"
 _SHAPE = {"run_id": str, "is_older": bool, "start": str, "reads": {str: str}}
-_ADDED = {"reads": {}}  # fields that files of older versions lack
+_ADDED: dict[str, object] = {"reads": {}}  # fields that files of older versions lack
 
 
 @dataclasses.dataclass(frozen=True)
