@@ -25,7 +25,7 @@ def resumed(key: Key) -> str:
     """Returns what a resume with another value of a key does."""
     what = changes(key.name)
     if key.name in ("load_parameters_path", "load_full_state_path"):
-        return "reads what the run started from, by content, or is refused"
+        return f"told: changes {what}; where the run reads its start again, other content is refused"
     if key.fixes & _PINNED & ~_ANYWHERE or (key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what):
         return "refused"
     if key.fixes & _ANYWHERE and not what:

@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.rl.run import train_policy
     from maxbatch.training.compile.flags import state_flags
 
-    state_flags(config)  # to join the other hosts starts JAX
+    with refusing_together():
+        state_flags(config)  # to join the other hosts starts JAX
     with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
         outcome = train_policy(config)
     if outcome.stopped_by is None:

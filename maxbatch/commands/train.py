@@ -45,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.flags import state_flags
     from maxbatch.training.pretraining import train
 
-    state_flags(config)  # to join the other hosts starts JAX
+    with refusing_together():
+        state_flags(config)  # to join the other hosts starts JAX
     with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
         outcome = train(config)
     if outcome.stopped_by is None:

@@ -111,7 +111,10 @@ _HARMLESS = {
     "dataset_path", "tokenizer_path", "compiled_dir", "grain_worker_count", "grain_prefetch_buffer_size",
     *names_fixing(Fixes.RECORDS),
 }  # fmt: skip
+_GOES_ON = "nothing: the run goes on from its own checkpoint"
 _OF_KEYS = {
+    "load_parameters_path": _GOES_ON,
+    "load_full_state_path": _GOES_ON,
     "max_target_length": "the length of a sample",
     "expansion_factor_real_data": "which hosts load",
     "reward_worker_count": "",

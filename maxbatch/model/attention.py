@@ -267,7 +267,8 @@ class Attention(nnx.Module):
                 bias = getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)
                 # It adds the same to all scores of a query, to which softmax is blind; what is left is rounding, which
                 # an optimizer such as Adam would turn into whole steps.
-                blind = name == "key" and rope is None and self._sinks is None and not self.scores.soft_cap
+                is_shift = norm is unchanged and rope is None  # of the key, by the same everywhere
+                blind = name == "key" and is_shift and self._sinks is None and not self.scores.soft_cap
                 out += (jax.lax.stop_gradient(bias) if blind else bias)[None, None]
             out = self.constrain(out, ("batch", "length", *MATRICES[name].outputs))
             # The gradient of a norm needs its input: without it the product would be computed again.

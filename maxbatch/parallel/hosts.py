@@ -89,12 +89,12 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
 def refuse_together(code: int, message: str) -> None:
     """Ends this process, which refuses its config, once the hosts that the environment names know why.
 
-    They would wait minutes for it to join. Returns if they cannot be joined.
+    They would wait minutes for it to join. Returns if there are none, or if they cannot be joined.
     """
     with contextlib.suppress(ConfigError, RuntimeError):  # the variables are incomplete, or no other host comes
         join(_REFUSED_TIMEOUT_S)
-        _refusals(message)
-        leave(code, _is_keeper())
+        if len(_refusals(message)) > 1:
+            leave(code, _is_keeper())
 
 
 def _refusals(own: str) -> list[str]:

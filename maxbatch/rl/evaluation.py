@@ -17,7 +17,7 @@ from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl.policy_config import RolloutConfig
-from maxbatch.rl.prompts import Prompt, PromptSource
+from maxbatch.rl.prompts import Prompt, Prompts
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller, chunks, score
 from maxbatch.runs.metrics_schema import Metric
@@ -93,17 +93,9 @@ class PolicyEvaluator:
 
 
 def open_evaluator(
-    config: EvaluationConfig,
-    rollout: RolloutConfig,
-    source: PromptSource,
-    plan: BatchPlan,
-    mesh: Mesh,
-    rewards: Rewards,
-) -> PolicyEvaluator | None:
-    """Returns the evaluator of a run on the mesh that samples; None if there is no eval or nothing is held out."""
-    held_out = source.held_out if config.eval_interval > 0 else None
-    if held_out is None:
-        return None
+    config: EvaluationConfig, rollout: RolloutConfig, held_out: Prompts, plan: BatchPlan, mesh: Mesh, rewards: Rewards
+) -> PolicyEvaluator:
+    """Returns the evaluator of a run on the mesh that samples."""
     assert plan.rl is not None, "the config states a batch of prompts"
     num_pairs, num_prompts = plan.eval_batch_size, held_out.num_prompts
     if config.eval_steps != -1:

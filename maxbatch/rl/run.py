@@ -27,7 +27,7 @@ from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, open_evaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.policy_config import PromptConfig, RolloutConfig
-from maxbatch.rl.prompts import PromptSource
+from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.reward_terms import identity_of
 from maxbatch.rl.rewards import Rewards
@@ -96,6 +96,7 @@ class PolicyTraining:
         check_same_data(f"dataset_path={context.config.dataset_path!r}", self._prompts.identity)
         self.data = TaskData(identity, self._prompts.num_prompts, jax.process_count(), unit="prompts")
         self.model = model_of(UpdateConfig.of(context.config))
+        self._held_out: Prompts | None = None  # once opened, if the run evaluates
         self._evaluator: PolicyEvaluator | None = None
         self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
         self._warned = False
@@ -148,11 +149,14 @@ class PolicyTraining:
             length=config.max_target_length,
         )
 
+    def open_held_out(self) -> None:
+        self._held_out = self._source.held_out if self._config.eval_interval > 0 else None
+
     def identities(self) -> dict[str, str]:
         found = identity_of(self._config.reward)
         found["end tokens of a response"] = str(self._prompts.end_ids)
-        if self._config.eval_interval > 0 and (held_out := self._source.held_out):
-            found |= {f"{name} of the held-out prompts": str(value) for name, value in held_out.identity.items()}
+        if self._held_out:
+            found |= {f"{name} of the held-out prompts": str(value) for name, value in self._held_out.identity.items()}
         return found
 
     @property
@@ -161,13 +165,13 @@ class PolicyTraining:
             return "warm_start_steps", warm_start_folder(self._config.run_dir)
         return self._context.start
 
-    @property
-    def rereads_start(self) -> bool:
-        # For the reference that the divergence is measured from, and for the model that adapters adapt.
-        return bool(self._config.grpo_beta or self._config.lora_rank)
-
-    def open_start(self, is_new: bool) -> None:
-        if not (is_new and self._config.warm_start_steps):  # the warm start opens what it starts from
+    def open_start(self, start: Start, is_new: bool) -> None:
+        config = self._config
+        if is_new:
+            reads = not config.warm_start_steps  # which opens what it starts from
+        else:  # for the reference that the divergence is measured from, and for the model that adapters adapt
+            reads = bool(config.grpo_beta or config.lora_rank)
+        if reads:
             self._context.open_parameters(self.abstract.model)
 
     def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
@@ -213,11 +217,12 @@ class PolicyTraining:
         period = RLConfig.of(config).transcript_period
         transcripts = Transcripts(context.folder, context.board, start.position.step, period)
         self._transcripts = context.stack.enter_context(closing(transcripts))
-        evaluation = EvaluationConfig.of(config)
-        self._evaluator = open_evaluator(
-            evaluation, self._rollout, self._source, start.plan, self._sampling_mesh, self._rewards
-        )
-        self.evaluates = self._evaluator is not None
+        if self._held_out:
+            evaluation = EvaluationConfig.of(config)
+            self._evaluator = open_evaluator(
+                evaluation, self._rollout, self._held_out, start.plan, self._sampling_mesh, self._rewards
+            )
+            self.evaluates = True
         if self.evaluates and start.position.step == 0:
             with context.sessions.during(Part.EVAL):
                 found = self.evaluate(state, 1)

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from maxbatch.runs.json_file import write_json
@@ -87,6 +88,11 @@ class RunFolder:
         assert self.identity is not None, "the host that writes knows its run"
         self.identity = self._write_identity(self.identity.started())
         return self.identity
+
+    def note_reads(self, reads: Mapping[str, str]) -> None:
+        """Writes down what a session reads besides its training data: contents by name."""
+        assert self.identity is not None, "the host that writes knows its run"
+        self.identity = self._write_identity(self.identity.reading(reads))
 
     def join(self, started: RunIdentity, patience_s: float = 10.0) -> bool:
         """Takes over the identity of the run from the host that writes; returns whether this host sees its folder.

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -99,6 +100,14 @@ def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
         )
 
 
+class _FoundReference(NamedTuple):
+    """The reference of pairs as an earlier start left it."""
+
+    reference: Reference
+    missing: list[tuple[Stream | None, int, int]]  # of which streams it lacks which samples: first, behind the last
+    is_other: bool  # whether the file states other held-out pairs
+
+
 class Pretraining:
     """The task of pre-training (`maxbatch.training.task.Task`)."""
 
@@ -120,9 +129,9 @@ class Pretraining:
         self._objective = own_objective or objective_of_config(self._loss)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
-        self._has_opened_held_out = False
         self._held_out: Stream | None = None  # once opened, on a host that loads
         self._num_held_out = 0
+        self._found_reference: _FoundReference | None = None  # of pairs, once the start is opened
         self._evaluator: Evaluator | None = None
         self._tasks_model: RunModel | None = None  # from `build` on, if there are tasks
         self._answers: Answers | None = None  # to held-out records at each eval
@@ -188,11 +197,12 @@ class Pretraining:
 
     def identities(self) -> dict[str, str]:
         config, own_parts = self._context.config, self._parts.model is not None or self._parts.stream is not None
-        self._open_held_out()
         held_out = self._held_out.identity if self._held_out is not None else {}
         first = broadcast(lambda: held_out)
         key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
         found = {f"{name} of {key}": str(value) for name, value in (held_out if self._loads else first).items()}
+        given = code_of(self._parts).items()
+        found |= {f"the file of {name}": code for name, code in given if getattr(self._parts, name) is not None}
         if self._saved:
             found["shapes in compiled_dir"] = str([tuple(shape) for shape in self._saved.shapes])
         if config.generate_prompt and not own_parts:  # the sample at the end
@@ -227,17 +237,16 @@ class Pretraining:
             all_first=jax.process_count() > 1 or self._saved is not None,
             shapes=self._saved.shapes_for(manager.stages) if self._saved else None,
         )
-        self._open_held_out()
         stream = self.stream
-        if self._loss.has_reference:
-            reference = self._refer(start)
+        if self._found_reference:
+            reference = self._completed(self._found_reference, start.plan)
             stream = None if stream is None else with_reference(stream, reference)
             held_out = self._held_out
             self._held_out = None if held_out is None else with_reference(held_out, reference)
         return Feed(stream, manager, self.steps.shape_for, self.placement, position.step)
 
-    def _refer(self, start: Start) -> Reference:
-        """Returns the reference of all pairs that the run will read; the file of an earlier start is completed.
+    def _find_reference(self, start: Start) -> _FoundReference:
+        """Returns what is known of the reference of all pairs that the run will read: the file of an earlier start.
 
         A new run computes it from its parameters, whatever an attempt that was killed before its first checkpoint left.
         """
@@ -254,39 +263,44 @@ class Pretraining:
         bounds = EvaluationConfig.of(self._context.config)
         last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
         held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out is not None else None))
-        if held_out != known.held_out:  # other pairs, or a file made before it stated them
+        is_other = held_out != known.held_out  # other pairs, or a file made before it stated them
+        if is_other:
             read = self._held_out
             is_known = all(gather(known.knows(read.samples, last_held_out) if read else True))
-            known.num_held_out = last_held_out if is_known else 0
-        missing = [(self.stream, known.num_samples, last), (self._held_out, known.num_held_out, last_held_out)]
-        count = sum(max(0, end - first) for _, first, end in missing)
-        if not count and held_out == known.held_out:
-            return known
-        if count:
+            known.num_held_out, known.held_out = last_held_out if is_known else 0, held_out
+        parts = [(self.stream, known.num_samples, last), (self._held_out, known.num_held_out, last_held_out)]
+        known.num_samples = max(known.num_samples, last)
+        known.num_held_out = max(known.num_held_out, last_held_out)
+        return _FoundReference(known, [part for part in parts if part[2] > part[1]], is_other)
+
+    def _completed(self, found: _FoundReference, plan: BatchPlan) -> Reference:
+        """Returns a reference once the pairs that it lacks are computed and its file holds all."""
+        reference = found.reference
+        if found.missing:
+            count = sum(end - first for _, first, end in found.missing)
             self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
             params = self._first_params()
             reading = self._programs.reference_pass(plan.eval_batch_size)
             score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
-            for stream, first, end in missing:
-                if end > first:
-                    known.add(*reading(score, params, stream, first, end))
-            known.origin = self._context.origin.mark
-        known.held_out = held_out
-        known.num_samples = max(known.num_samples, last)
-        known.num_held_out = max(known.num_held_out, last_held_out)
-        if is_first() and self._context.config.enable_checkpointing:
-            self._context.folder.write(REFERENCE_FILE, known.to_bytes())
-        return known
+            for stream, first, end in found.missing:
+                reference.add(*reading(score, params, stream, first, end))
+            reference.origin = self._context.origin.mark
+        is_new = found.is_other or found.missing
+        if is_new and is_first() and self._context.config.enable_checkpointing:
+            self._context.folder.write(REFERENCE_FILE, reference.to_bytes())
+        return reference
 
     @property
     def start(self) -> tuple[str, str]:
         return self._context.start
 
-    @property
-    def rereads_start(self) -> bool:
-        return self.abstract.frozen is not None  # a checkpoint lacks the model that adapters adapt
-
-    def open_start(self, is_new: bool) -> None:
+    def open_start(self, start: Start, is_new: bool) -> None:
+        if self._loss.has_reference:
+            self._found_reference = self._find_reference(start)
+        lacks_pairs = self._found_reference is not None and bool(self._found_reference.missing)
+        # A checkpoint lacks the model that adapters adapt.
+        if not (is_new or lacks_pairs or self.abstract.frozen is not None):
+            return
         if self._context.config.load_full_state_path:
             self._context.origin.source()
         else:
@@ -326,7 +340,6 @@ class Pretraining:
         if self.abstract.frozen is not None:
             self._merging = compile_merging(AdapterConfig.of(self._context.config), self.abstract)
         self._evaluator = self._open_evaluator(start.plan.eval_batch_size)
-        self.has_eval_loss = self._evaluator is not None
         self.evaluates = self.has_eval_loss or self._tasks is not None
         if self._answers and self._evaluator and is_first():
             log = AnswersLog(self._context.folder, self._context.board, start.position.step)
@@ -350,18 +363,15 @@ class Pretraining:
         made: TrainState = self.executable(INIT, self._programs.init)()
         return made
 
-    def _open_held_out(self) -> None:
-        """Opens the held-out data, unless the config has no eval or they are open."""
+    def open_held_out(self) -> None:
         config = self._context.config
-        if self._has_opened_held_out:
-            return
-        self._has_opened_held_out = True
         has_own_data = self._parts.stream is not None and not config.eval_dataset_path
         if config.eval_interval <= 0 or has_own_data:
             return
         held_out = open_stream(config, split="eval") if self._loads else None
         self._num_held_out = broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0)
         self._held_out = held_out
+        self.has_eval_loss = bool(self._num_held_out)
 
     def _open_evaluator(self, batch_size: int) -> Evaluator | None:
         """Returns None if the config has no eval or nothing is held out."""

@@ -1,4 +1,4 @@
-"""What a resume changes of its run: keys that differ from the last session's, and the batch on other devices."""
+"""What a resume changes of its run: keys and files that differ from the last session's, the batch on other devices."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from maxbatch.config.pins import THE_BATCH, THE_CUT, changed_since, read_written
 from maxbatch.config.values import Value
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.runs.devices import read_devices
+from maxbatch.runs.run_id import RunIdentity
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
@@ -32,6 +33,18 @@ def changes_since(run_dir: AnyPath, config: ConfigDict, plan: BatchPlan, samples
     if old and not same and not any(map(states_batch, lines)):
         found.append(_batch_line(old, samples_seen))
     return found
+
+
+def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:
+    """Returns a line on what a resume reads with other content than the last session; none where it reads the same.
+
+    Args:
+      before: of the run, as the last session left it.
+      reads: contents by name.
+    """
+    now = before.reading(reads).reads
+    changed = [name for name in reads if before.reads.get(name, now[name]) != now[name]]
+    return [f"changed since the last session: {'; '.join(changed)}"] if changed else []
 
 
 def _plan_before(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan) -> BatchPlan | None:

@@ -54,7 +54,7 @@ from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_log
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
 from maxbatch.training.record.recorder import Output, Record, RecordConfig, Recorder, ThroughputMeter
-from maxbatch.training.resuming import changes_since
+from maxbatch.training.resuming import changed_reads, changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
 from maxbatch.training.update.state import TrainState, num_parameters
@@ -197,19 +197,25 @@ class Session(Generic[B]):
             self._local.resumed(position.step)
         self._restored = restored.state if restored else None
         self._ahead = restored.ahead if restored else None
-        if not self.is_complete and jax.process_count() > 1:
-            check_agreed(self.task.identities(), "give every host the same files")
-        if not restored or (self.task.rereads_start and not self.is_complete):
+        reads: dict[str, str] = {}
+        if not self.is_complete:
+            self.task.open_held_out()
+            self._refuse_patience_without_eval()
+            reads = self.task.identities()
+            check_agreed(reads, "give every host the same files")
+        if not (restored and self.is_complete):
             with self._clock.during(Part.RESTORING):
-                self.task.open_start(is_new=not restored)
+                self.task.open_start(self.start, is_new=not restored)
         self._changes: list[str] = []
         if self.position.step and is_first():
             self._changes = changes_since(self.folder.path, self.config, self.plan, self.position.samples_seen)
+            self._changes += changed_reads(context.identity, reads)
         if self.is_complete:
             self._clock.withdraw()
         elif is_first():
             self._clock.stand_at(self.position.step)
             self.folder.write("config.yml", dump_config(self.config))
+            self.folder.note_reads(reads)
             self._record_devices()
 
     def _pin_origin(self, newest: CheckpointRecord | None) -> None:
@@ -341,7 +347,6 @@ class Session(Generic[B]):
             restored, self._restored = self._restored, None
             with self._clock.during(Part.COMPILING):
                 self.state = self.task.prepare(restored, self.start)
-            self._refuse_patience_without_eval()
             if self.config.eval_interval > 0 and not self.task.evaluates:
                 unit = self.task.data.unit
                 self.console.print(

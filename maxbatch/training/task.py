@@ -95,12 +95,11 @@ class Task(Protocol[B]):
       data: the data of the run.
       model: the model of the run.
       start: the config key and the path of the source of the first parameters; an empty path if they are made.
-      rereads_start: whether every resume reads them again, from `build` on.
       mesh: the mesh of the devices that train, from `build` on.
       abstract: shapes and shardings of the state, from `build` on.
       takes_turns: whether an update must end before the next one is dispatched.
       evaluates: whether there is anything to evaluate, from `prepare` on.
-      has_eval_loss: whether an eval has a loss on held-out data, from `prepare` on.
+      has_eval_loss: whether an eval has a loss on held-out data, from `open_held_out` on.
     """
 
     data: TaskData
@@ -114,23 +113,23 @@ class Task(Protocol[B]):
     @property
     def start(self) -> tuple[str, str]: ...
 
-    @property
-    def rereads_start(self) -> bool: ...
-
-    def open_start(self, is_new: bool) -> None:
-        """Opens the source of the first parameters, if it is there: not before the warm start of a new run."""
-
     def plan(self, resume: Resume) -> BatchPlan:
         """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""
 
     def build(self, plan: BatchPlan) -> None:
         """Builds the mesh and abstract state from the plan; compiles nothing."""
 
+    def open_held_out(self) -> None:
+        """Opens the held-out data, unless the config has no eval; not called where no update is left."""
+
     def identities(self) -> dict[str, str]:
-        """Returns what this host reads besides its training data, by name; called only where there are several hosts.
+        """Returns the content of what this host reads besides its training data, by name, if an update is left.
 
         Where another host reads a part, it has the first host's.
         """
+
+    def open_start(self, start: Start, is_new: bool) -> None:
+        """Opens the source of the first parameters if this start reads it: not before the warm start of a new run."""
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Returns a compiled program."""

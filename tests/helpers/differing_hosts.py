@@ -24,16 +24,25 @@ def start_hosts(
     own: Sequence[Sequence[str]],
     variables: Mapping[int, Mapping[str, str]] = {},
     commands: Sequence[str] = (),
+    by_slurm: bool = False,
 ) -> list[tuple[int, str]]:
-    """Starts a host for each item of `own`, its own arguments, as a user does by hand; returns codes and outputs."""
+    """Starts a host for each item of `own`, its own arguments; returns codes and outputs.
+
+    Variables name the hosts as a user does by hand, or as SLURM does.
+    """
     port, hosts = free_port(), []
     for index, more in enumerate(own):
-        joined = {
-            "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-            "JAX_NUM_PROCESSES": str(len(own)),
-            "JAX_PROCESS_ID": str(index),
-            "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-        }
+        joined = {"JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}
+        if by_slurm:
+            joined |= {
+                "SLURM_JOB_ID": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": str(len(own)),
+                "SLURM_PROCID": str(index), "SLURM_LOCALID": "0", "JAX_COORDINATOR_PORT": str(port),
+            }  # fmt: skip
+        else:
+            joined |= {
+                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(len(own)),
+                "JAX_PROCESS_ID": str(index),
+            }  # fmt: skip
         command = commands[index] if commands else "train"
         line = [sys.executable, "-m", "maxbatch", command, *arguments, *more, "--simulate-devices", "1"]
         hosts.append(subprocess.Popen(

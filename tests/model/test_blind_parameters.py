@@ -46,9 +46,10 @@ def gradients(*keys: str) -> dict[str, float]:
         (("decoder_block=gpt2", "attention_bias=true", "trainable_position_size=12", "mlp_activations=gelu"),
          "key_bias"),
         (("decoder_block=qwen2", "attention_bias=true"), ""),  # its keys are rotated behind the bias
+        (("decoder_block=qwen3", "use_qk_norm=true", "attention_bias=true", "trainable_position_size=12"), ""),  # norms
         (TOP_1, "router"),
     ],
-    ids=["gpt2", "qwen2", "one expert"],
+    ids=["gpt2", "qwen2", "normalised keys", "one expert"],
 )  # fmt: skip
 def test_a_gradient_that_is_zero_in_exact_arithmetic_is_zero(keys: tuple[str, ...], blind: str) -> None:
     found = gradients(*keys)

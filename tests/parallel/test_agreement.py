@@ -20,11 +20,11 @@ def test_a_real_start_of_two_hosts_with_one_key_changed_is_refused(tmp_path: Pat
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("bad", [0, 1])
-def test_a_config_that_one_host_refuses_ends_the_others_too(tmp_path: Path, bad: int) -> None:
+@pytest.mark.parametrize(("bad", "by_slurm"), [(0, False), (1, False), (1, True)])
+def test_a_config_that_one_host_refuses_ends_the_others_too(tmp_path: Path, bad: int, by_slurm: bool) -> None:
     """They would wait for that host to join."""
     own = [["stepz=3"] if host == bad else [] for host in range(2)]
-    ends = start_hosts([*TINY_RUN, f"run_dir={tmp_path / 'run'}", "per_device_batch_size=1"], own)
+    ends = start_hosts([*TINY_RUN, f"run_dir={tmp_path / 'run'}", "per_device_batch_size=1"], own, by_slurm=by_slurm)
     for host, (code, output) in enumerate(ends):
         named = "" if host == bad else f"host {bad}: "
         assert code == 2 and f"error: {named}unknown key stepz" in output and output.count("\n") == 1, ends

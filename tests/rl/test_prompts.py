@@ -16,6 +16,8 @@ from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.rl.prompts import Prompts, PromptSource
+from maxbatch.runs.position import CheckpointRecord, Position
+from maxbatch.training.weights.checkpoints import Checkpoints
 from tests.helpers.chats import CHATML, write_tokenizer
 from tests.helpers.corpus import write_jsonl
 
@@ -146,6 +148,24 @@ def test_the_identity_changes_with_whatever_changes_the_prompts(path: Path, tmp_
     moved = tmp_path / "moved.jsonl"
     moved.write_text("\n".join(json.dumps(record, indent=None, sort_keys=True) for record in RECORDS))
     assert PromptSource(config(moved)).train().identity == base
+
+
+def test_a_resume_without_the_end_tokens_of_the_model_that_it_imported_is_refused(path: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text('{"eos_token_id": 7}')
+
+    def checkpoints(folder: str) -> Checkpoints:
+        stated = ConfigDict(config(path).to_dict() | {"load_parameters_path": folder})
+        return Checkpoints(tmp_path, 3, {"data": dict(PromptSource(stated).train().identity), "model": {}}, print)
+
+    def record(folder: str) -> CheckpointRecord:
+        return CheckpointRecord(Position(), checkpoints(folder)._identity, 0, (1, 1))
+
+    imported = str(tmp_path / "model")
+    checkpoints(imported).check_identity(record(imported), "it")
+    checkpoints(imported).check_identity(record(""), "it")  # made before they were stated
+    with pytest.raises(ConfigError, match=r"end tokens of load_parameters_path: '\(7,\)' there, None here"):
+        checkpoints("").check_identity(record(imported), "it")
 
 
 def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> None:

@@ -123,6 +123,29 @@ def test_the_reference_of_a_resume_is_the_checkpoint_that_the_run_started_from(r
         assert again[1]["margin"] == pytest.approx(expected[1]["margin"], rel=1e-4)
 
 
+def test_a_resume_that_is_refused_for_its_reference_or_its_held_out_pairs_writes_nothing(
+    run: Run, folder: Path, tmp_path: Path
+) -> None:
+    run("refused", 1, "steps=1", *QUICK)
+
+    def written() -> dict[str, bytes]:
+        files = (path for path in (folder / "refused").rglob("*") if path.is_file() and path.name != "run.json")
+        return {str(path): path.read_bytes() for path in files}
+
+    before = written()
+    with pytest.raises(ConfigError, match="started from init_weights_seed and reads it again"):
+        run("refused", 1, "steps=3", *QUICK, f"load_parameters_path={folder}/other")
+    assert written() == before
+    gone = (*QUICK, "eval_interval=1", f"eval_dataset_path={tmp_path}/none.jsonl")
+    for name, refused in (("refused", gone), ("refused", (*QUICK, "eval_interval=1", "early_stopping_patience=1"))):
+        with pytest.raises(ConfigError, match=r"none\.jsonl|nothing is held out"):
+            run(name, 1, "steps=3", *refused)
+        assert written() == before
+    with pytest.raises(ConfigError, match=r"none\.jsonl"):
+        run("new", 1, "steps=3", *gone)
+    assert not (folder / "new").exists()
+
+
 def test_pairs_are_refused_where_they_cannot_be_trained_on() -> None:
     config = load_config(overrides=[*SETTINGS, "dataset_path=pairs.jsonl", "steps=1"])
     with pytest.raises(ConfigError, match="works: use_dpo=false"):

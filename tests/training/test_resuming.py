@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import Pretraining, train
 from maxbatch.training.session import RunContext, Session
 from tests.helpers.tiny import tiny_config
@@ -59,6 +61,31 @@ def test_only_what_changed_is_told(run_dir: Path) -> None:
         "gradient_accumulation_steps: 1 before, null now: changes the cut of the batch alone",
         "global_batch_size: null before, 16 now: changes the cut of the batch alone",
     ]
+
+
+def test_a_loss_and_held_out_data_whose_content_changed_are_told(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text('{"text": "a word"}\n' * 99)
+    data = ("dataset_type=jsonl", f"dataset_path={tmp_path}/train.jsonl", "eval_interval=1",
+            f"eval_dataset_path={tmp_path}/held_out.jsonl", f"run_dir={tmp_path}/pinned")  # fmt: skip
+
+    def write(text: str, loss: str) -> Parts:
+        (tmp_path / "held_out.jsonl").write_text(f'{{"text": "{text}"}}\n')
+        (tmp_path / "losses.py").write_text(f"def loss(model, rows):\n    return {loss}\n")
+        return Parts(objective=runpy.run_path(str(tmp_path / "losses.py"))["loss"])
+
+    def told(text: str, loss: str) -> list[str]:
+        parts = write(text, loss)
+        with ExitStack() as stack:
+            context = RunContext(tiny_config(*RUN, *data), jax.devices()[:2], stack)
+            return Session(context, Pretraining(context, parts))._changes
+
+    write("one", "1")
+    train(tiny_config(*RUN, "steps=1", *data), jax.devices()[:2])
+    assert [line for line in told("one", "1") if "last session" in line] == [], "it had no loss of its own"
+    assert told("one", "1") == []
+    assert told("one", "2") == ["changed since the last session: the file of objective"]
+    assert told("two", "2") == ["changed since the last session: content of eval_dataset_path"]
+    assert told("two", "2") == []
 
 
 def test_a_ramp_on_other_devices_is_kept_by_its_schedule(run_dir: Path) -> None:
