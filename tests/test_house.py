@@ -135,3 +135,9 @@ def test_no_room_but_system_asks_for_remote_path() -> None:
     inside = ROOT / "maxbatch" / "system"
     asking = [path for path in MODULES if inside not in path.parents and "RemotePath" in path.read_text()]
     assert not asking, f"{asking}: take an AnyPath, and ask maxbatch.system.storage for what is needed"
+
+
+def test_every_program_with_compiler_options_drops_those_that_the_compiler_refuses() -> None:
+    """`compile_program` does, and the probe of the flags; no other module states options."""
+    stating = {path.name for path in MODULES if "compiler_options" in path.read_text()}
+    assert stating == {"compiler.py", "flags.py"}, "ask jit_with or compile_program"

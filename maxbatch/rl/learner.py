@@ -8,8 +8,6 @@ Shapes: M pairs of a chunk, L tokens.
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -22,6 +20,7 @@ from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.rl.objective import Pairs, policy_objective
+from maxbatch.training.compile.compiler import jit_with
 from maxbatch.training.compile.flags import program_options
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.gradients import Accumulation, Sums
@@ -62,7 +61,7 @@ class Learner:
 
         whole = NamedSharding(mesh, P())
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        jit = partial(jax.jit, compiler_options=program_options(config.libtpu_flags, list(mesh.devices.flat)) or None)
+        jit = jit_with(program_options(config.libtpu_flags, list(mesh.devices.flat)))
         self._begin, self._add = jit(begin), jit(add, donate_argnums=2)
         self._step = jit(step, donate_argnums=0, out_shardings=(shardings, whole))
         self._reference_logprobs = jit(score)

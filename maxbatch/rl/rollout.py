@@ -24,6 +24,7 @@ from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import Question
 from maxbatch.rl.rewards import Rewards, Scores
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules
+from maxbatch.training.compile.compiler import jit_with
 from maxbatch.training.compile.flags import program_options
 from maxbatch.training.update.state import abstract_model
 
@@ -66,7 +67,7 @@ class Roller:
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(
             config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts,
-            compiler_options=program_options(config.libtpu_flags, list(mesh.devices.flat)),
+            jit=jit_with(program_options(config.libtpu_flags, list(mesh.devices.flat))),
         )  # fmt: skip
 
     def hand_over(self, params: State) -> HandedOver:

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -109,7 +109,7 @@ class Sampler:
         log-probability, and under LongRoPE it goes by the longest text that a row may become; true: a training pass
         over the responses gives the log-probabilities there.
       returns_whole: true: every device returns all rows, so that each of several hosts can read them.
-      compiler_options: of the program of a call, for the compiler.
+      jit: makes the program of a call; `jax.jit`: all samplers share their programs.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Sampler:
         prompt_length: int,
         rescores: bool = True,
         returns_whole: bool = False,
-        compiler_options: Mapping[str, str] | None = None,
+        jit: Callable[..., Callable[..., Responses]] = jax.jit,
     ) -> None:
         length = config.max_target_length
         if not 1 <= prompt_length <= length:
@@ -146,9 +146,9 @@ class Sampler:
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
         self.executable: Callable[..., Responses] | None = None  # what `lower` returned, compiled: all calls take it
-        self._respond_with_options: Any = None  # without options all samplers share one function, and its programs
-        if compiler_options:
-            self._respond_with_options = jax.jit(_responses, static_argnums=0, compiler_options=dict(compiler_options))
+        self._respond: Callable[[_Program], Callable[..., Responses]] = cache(
+            lambda program: partial(_respond, program) if jit is jax.jit else jit(partial(_responses, program))
+        )
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
@@ -171,7 +171,7 @@ class Sampler:
           draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
         """
         program, draw_ids_Bx3, tensors = self._arguments(prompts_QxP, draw_ids_Bx3, rules)
-        respond = self.executable or partial(self._respond_with_options or _respond, program)
+        respond = self.executable or self._respond(program)
         placed: Responses = respond(params, prompts_QxP, prompt_lengths_Q, draw_ids_Bx3, tensors)
         return placed
 
@@ -179,8 +179,7 @@ class Sampler:
         """Returns the lowered program of a call with such parameters and rules, for `executable`."""
         prompts_BxP, lengths_B = np.zeros((num_rows, self._prompt_length), np.int32), np.ones(num_rows, np.int32)
         program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, np.zeros((num_rows, 3)), rules)
-        respond = self._respond_with_options or _respond
-        lowered: jax.stages.Lowered = respond.lower(
+        lowered: jax.stages.Lowered = _respond.lower(
             program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors
         )
         return lowered

@@ -6,9 +6,9 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -79,6 +79,26 @@ def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO
                 _fuse_less(left, shortage_in(str(error)), error)
             else:
                 _drop_refused(left, error)
+
+
+def jit_with(options: Mapping[str, str]) -> Callable[..., Callable[..., Any]]:
+    """Returns `jax.jit`, or with options (`program_options`) one whose programs `compile_program` compiles."""
+    return functools.partial(_Jitted, options) if options else jax.jit
+
+
+class _Jitted:
+    """A jitted function of arrays, with a compiled program for each kind of arguments."""
+
+    def __init__(self, options: Mapping[str, str], function: Callable[..., Any], **how: Any) -> None:
+        self._options, self._jitted = options, jax.jit(function, **how)
+        self._programs: dict[Hashable, jax.stages.Compiled] = {}
+
+    def __call__(self, *arguments: Any) -> Any:
+        leaves, structure = jax.tree.flatten(arguments)
+        kind = structure, *((jax.typeof(leaf), getattr(leaf, "sharding", None)) for leaf in leaves)
+        if kind not in self._programs:
+            self._programs[kind] = compile_program(self._jitted.lower(*arguments), self._options)
+        return self._programs[kind](*arguments)
 
 
 def _fuse_less(options: dict[str, str | bool], lacks: Shortage, error: Exception) -> None:

@@ -7,11 +7,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
 
 from maxbatch.cli import main
 from maxbatch.training.compile import compiler
-from maxbatch.training.compile.compiler import Shortage, compile_program, shortage_in
+from maxbatch.training.compile.compiler import Shortage, compile_program, jit_with, shortage_in
 from maxbatch.training.compile.flags import VARIABLE
 from tests.helpers.tiny import TINY_RUN
 
@@ -128,3 +129,30 @@ def test_compile_names_another_memory_than_hbm(
     assert record["lacks"] == {"space": "vmem", "needed": int(16.5 * MIB), "available": 16 * MIB}
     assert record["hbm_bytes_needed"] is None
     assert f"({int(16.5 * MIB)} bytes) of vmem" in said.err and f"({16 * MIB} bytes)" in said.err
+
+
+def test_a_jitted_function_goes_on_without_an_option_that_the_compiler_refuses(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """On the real compiler of this machine, which knows no options of a TPU's."""
+    add = jit_with({"xla_tpu_of_no_compiler": "true"})(jnp.add, donate_argnums=0)
+    for rows in (2, 3, 2):
+        total = jnp.ones(rows)
+        assert add(total, jnp.ones(rows)).tolist() == [2.0] * rows and total.is_deleted()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("maxbatch: warning: ") and "--xla_tpu_of_no_compiler" in line
+
+
+def test_a_jitted_function_compiles_once_for_each_kind_of_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    options, compiled = {"xla_cpu_enable_fast_math": "false"}, list[Any]()
+
+    def compile_counted(lowered: jax.stages.Lowered, stated: dict[str, str]) -> jax.stages.Compiled:
+        compiled.append(stated)
+        return compile_program(lowered, stated)
+
+    monkeypatch.setattr(compiler, "compile_program", compile_counted)
+    add = jit_with(options)(jnp.add)
+    for value in (jnp.ones(2), jnp.zeros(2), jnp.ones(3), jnp.ones(2, jnp.int32), jnp.zeros(3)):
+        add(value, value)
+    assert compiled == [options] * 3
+    assert jit_with({}) is jax.jit
