@@ -25,7 +25,7 @@ def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
 
 
 def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
-    """Returns the config that the positional arguments state.
+    """Returns the config that the positional arguments state, and warns of a ramp in it that nothing else mentions.
 
     Args:
       args: parsed arguments.
@@ -34,16 +34,20 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
     Raises:
       ConfigError: two files, or a config that cannot be used.
     """
-    from maxbatch.config.loading import load_config
+    from maxbatch.config.loading import config_from, displaced_ramp, resolve
 
     path, overrides = config_arguments(args)
     stated = vars(args)
     try:
-        return load_config(path or default, overrides)
+        settings = resolve(path or default, overrides)
     except ConfigError as error:
         devices = stated.get("devices") or stated.get("simulate_devices")
         hosts = stated.get("hosts") or stated.get("simulate_hosts")
         raise on_machine(error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated) from None
+    warning = displaced_ramp(settings)
+    if warning and not stated.get("simulate_hosts"):  # simulated hosts read the config anew, and the first one warns
+        note(f"warning: {warning}")
+    return config_from(settings)
 
 
 def on_machine(
