@@ -116,7 +116,8 @@ def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
     by = settings[enabled].displaced_by
     if by in ("", "batch_size") or any(settings[name].value != _base_layer()[name].value for name in others):
         return None
-    return f"{enabled}=true has no effect: {by}={keys()[by].write(settings[by].value)} is stated instead, so there is no ramp"
+    batch = f"{by}={keys()[by].write(settings[by].value)}"
+    return f"{enabled}=true has no effect: {batch} is stated instead, so there is no ramp"
 
 
 def override_texts(stated: Mapping[str, object]) -> list[str]:

@@ -199,7 +199,7 @@ class Pretraining:
             tokenizer = self.stream.tokenizer if self.stream is not None else self._tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
             found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
-            if config.use_sft:
+            if config.use_sft or config.use_dpo:
                 with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
@@ -368,7 +368,7 @@ class Pretraining:
         config, held_out, num_rows = self._context.config, self._held_out, self._num_held_out
         if not num_rows:
             return None
-        self._answers = self._open_answers(held_out)
+        self._answers = self._open_answers(held_out) if config.use_sft else None
         update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
         return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
@@ -417,9 +417,13 @@ class Pretraining:
         return state.params if state.frozen is None else self._merging(state.frozen, state.params)
 
     def _open_answers(self, stream: Stream | None) -> Answers | None:
-        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text."""
+        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text.
+
+        The answer of a pair's record is the chosen one.
+        """
         config = self._context.config
-        if not (config.use_sft and config.generate_prompt) or self._parts.model or self._parts.stream:
+        has_answers = config.use_sft or config.use_dpo
+        if not (has_answers and config.generate_prompt) or self._parts.model or self._parts.stream:
             return None
         questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
         if not questions:
@@ -442,7 +446,7 @@ class Pretraining:
         if config.generate_prompt and not is_own and not self._context.stop.is_asked:
             params = self._merged(state)
             try:
-                found = self._answer_sample(params) if config.use_sft else None
+                found = self._answer_sample(params) if config.use_sft or config.use_dpo else None
                 text, asks = found or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
