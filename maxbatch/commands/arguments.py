@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, Value, shown
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import folded, printable
+from maxbatch.system.folding import error_width, folded, printable
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -150,5 +149,4 @@ def add_averaged(parser: argparse.ArgumentParser) -> None:
 
 def note(text: str) -> None:
     """Prints a line on standard error, so that it is no part of a command's output."""
-    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-    print(folded(f"maxbatch: {printable(text, keep='')}", 0, width), file=sys.stderr)
+    print(folded(f"maxbatch: {printable(text, keep='')}", 0, error_width()), file=sys.stderr)

@@ -34,10 +34,10 @@ class Pace:
         self._started = self._line_at = time.monotonic()
 
     def left(self, done: float) -> str:
-        """Returns the time left as text; without progress so far there is no pace."""
+        """Returns the time left as text; "" without progress so far, which has no pace."""
         elapsed, progress = time.monotonic() - self._started, done - self._first_done
         if progress <= 0:
-            return "-:--:-- left"
+            return ""
         return f"{timedelta(seconds=round(elapsed / progress * max(self._total - done, 0)))} left"
 
     def line_is_due(self) -> bool:
@@ -80,11 +80,15 @@ class FittedText(ProgressColumn):
         return Text(" | ".join(parts)[: max(room, 8)], no_wrap=True)
 
 
-def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Progress:
-    """Returns a bar with its description and the time that is left, on one line of any terminal."""
+def progress_bar(console: Console, pace: Pace, disable: bool = False, transient: bool = False) -> Progress:
+    """Returns a bar with its description and the time that is left, on one line of any terminal.
+
+    A transient bar is erased when it stops.
+    """
     bar = 16 if console.width >= 100 else 8
     text = FittedText(console, others=bar + len(" 00:00:00 left") + 2)
-    return Progress(BarColumn(bar_width=bar), text, PaceColumn(pace), console=console, disable=disable)
+    columns = BarColumn(bar_width=bar), text, PaceColumn(pace)
+    return Progress(*columns, console=console, disable=disable, transient=transient)
 
 
 class LinesAboveBar:
@@ -111,7 +115,7 @@ class LinesAboveBar:
         """Shows how far the work is: on the bar, elsewhere in a line every half a minute."""
         self._bar.update(self._task, completed=done, description=description)
         if self._bar.disable and self._pace.line_is_due():
-            self.say(f"{description} | {self._pace.left(done)}")
+            self.say(" | ".join(filter(None, (description, self._pace.left(done)))))
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -134,6 +138,7 @@ def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
             so_far += num_bytes
             bar.advance(task, num_bytes)
             if bar.disable and pace.line_is_due():
-                console.print(f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB | {pace.left(so_far)}")
+                size = f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+                console.print(" | ".join(filter(None, (size, pace.left(so_far)))))
 
         yield advance
