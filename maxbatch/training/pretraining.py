@@ -35,7 +35,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.folding import counted
+from maxbatch.system.folding import counted, folded_command
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import program_options, state_flags, with_flags
@@ -453,9 +453,11 @@ class Pretraining:
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         can_generate = config.enable_checkpointing and not is_own
         generating = [f"maxbatch generate {config.run_dir}{asks}"] * can_generate
-        first, *others = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"
-        yield f"next: {first}"
-        yield from (f"      {command}" for command in others)
+        console = self._context.console
+        width = console.width if console.is_terminal else None
+        commands = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"
+        for place, command in enumerate(commands):
+            yield folded_command(f"{' ' * 6 if place else 'next: '}{command}", 8, width)
 
     def _text_sample(self, params: State) -> str:
         """Returns a text that continues `generate_prompt`."""

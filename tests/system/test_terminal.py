@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
+from maxbatch.commands.arguments import note
+from maxbatch.parallel.hosts import warn
 from maxbatch.system import bars
 from maxbatch.system.bars import LinesAboveBar, Pace, progress_bar
+from maxbatch.system.errors import ConfigError, report
 from maxbatch.system.folding import folded_rows
 from maxbatch.system.terminal import PlainConsole, PlainTable
 from tests.helpers.terminals import in_terminal
@@ -55,6 +60,21 @@ def test_a_pipe_folds_nothing() -> None:
     out = io.StringIO()
     PlainConsole(file=out).print("word " * 70)
     assert out.getvalue().count("\n") == 1
+
+
+@pytest.mark.parametrize("say", [note, warn, lambda text: report(ConfigError(text))], ids=["note", "warning", "error"])
+def test_lines_of_standard_error_break_between_words_on_a_terminal_alone(
+    say: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(["counterexamples"] * 9)
+    say(text)
+    assert capsys.readouterr().err.endswith(f" {text}\n")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 40
+    assert " ".join(lines).endswith(f" {text}")
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 160])
@@ -120,3 +140,12 @@ def test_a_text_of_a_file_cannot_move_the_cursor_nor_forge_a_row() -> None:
     assert "a\\x1b[2Jb\\r\\x07" in shown and "c\\x9b2Jd\\u202e" in shown and "e\\nforged" in shown
     assert not any(line.startswith("forged") for line in shown.splitlines())
     assert "\x1b[2J" not in shown and "\x1b[1A" not in shown and "\r" not in shown
+
+
+def test_a_further_table_leaves_out_rows_that_are_empty_but_for_their_first_cell() -> None:
+    table = PlainTable("one", "two", "three")
+    table.add_row("first", "x" * 30, "")
+    table.add_row("second", "", "y" * 30)
+    assert [line.split() for line in printed(table, 45)] == [
+        ["one", "two"], ["first", "x" * 30], ["second"], [], ["one", "three"], ["second", "y" * 30],
+    ]  # fmt: skip
