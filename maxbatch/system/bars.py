@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.control import Control
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.segment import ControlType
 from rich.text import Text
 
 from maxbatch.system.terminal import PlainConsole
@@ -80,7 +82,31 @@ class FittedText(ProgressColumn):
         return Text(" | ".join(parts)[: max(room, 8)], no_wrap=True)
 
 
-def progress_bar(console: Console, pace: Pace, disable: bool = False, transient: bool = False) -> Progress:
+class AtLineStart:
+    """A renderable of one line, after which the cursor returns to the start of the line."""
+
+    def __init__(self, line: RenderableType) -> None:
+        self._line = line
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from (segment for segment in console.render(self._line, options) if segment.text != "\n")
+        yield Control((ControlType.CARRIAGE_RETURN,)).segment
+
+
+class Bar(Progress):
+    """A bar on one line.
+
+    While `is_waiting`, other programs' text overwrites the bar, which is short then, instead of following it.
+    """
+
+    is_waiting = False
+
+    def get_renderable(self) -> RenderableType:
+        """Returns the bar."""
+        return AtLineStart(super().get_renderable()) if self.is_waiting else super().get_renderable()
+
+
+def progress_bar(console: Console, pace: Pace, disable: bool = False, transient: bool = False) -> Bar:
     """Returns a bar with its description and the time that is left, on one line of any terminal.
 
     A transient bar is erased when it stops.
@@ -88,7 +114,7 @@ def progress_bar(console: Console, pace: Pace, disable: bool = False, transient:
     bar = 16 if console.width >= 100 else 8
     text = FittedText(console, others=bar + len(" 00:00:00 left") + 2)
     columns = BarColumn(bar_width=bar), text, PaceColumn(pace)
-    return Progress(*columns, console=console, disable=disable, transient=transient)
+    return Bar(*columns, console=console, disable=disable, transient=transient)
 
 
 class LinesAboveBar:

@@ -8,11 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.sessions import Part
-from maxbatch.system.bars import LINE_S, Pace, progress_bar
+from maxbatch.system.bars import LINE_S, Bar, Pace, progress_bar
 from maxbatch.system.folding import folded, folded_parts
 from maxbatch.training.record.recorder import not_finite
 
@@ -51,7 +50,7 @@ class RunProgress:
     ) -> None:
         self._console, self._total, self._doing = console, total_steps, doing
         self._num_stages, self._log_period = num_stages, log_period
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._first_step = self._step = first_step
         self._unprinted = ""
         self._has_explained = False
@@ -73,6 +72,7 @@ class RunProgress:
         while not self._is_closed.wait(_TICK_S):
             silent_s = time.monotonic() - self._updated_at
             if self._bar is not None and (silent_s >= LINE_S or self._step == self._first_step):
+                self._bar.is_waiting = True
                 self._bar.update(self._task, description=self._waiting(silent_s))
                 self._explain(silent_s)
 
@@ -121,6 +121,7 @@ class RunProgress:
             remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")
             remarks.append(f"eval reward {record[Metric.EVAL_REWARD]:.3f}")
         if self._bar is not None:
+            self._bar.is_waiting = False
             self._bar.update(self._task, completed=step, description=line)
         self._step, self._unprinted, self._updated_at = step, line, time.monotonic()
         if remarks or step % self._log_period == 0 or step in (1, self._total):

@@ -89,6 +89,19 @@ def test_a_terminal_counts_the_seconds_of_a_compilation_in_place(monkeypatch: py
     assert shown.count("\n") == 1 and shown.endswith("\x1b[1A\x1b[2K")  # the bar's own line, erased at the end
 
 
+def test_what_the_compiler_writes_overwrites_the_waiting_bar_and_does_not_follow_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "_TICK_S", 0.02)
+    out = io.StringIO()
+    with closing(RunProgress(Console(file=out, force_terminal=True, width=120), 20, 0, 1, 10, doing)) as progression:
+        time.sleep(0.5)
+        assert out.getvalue().endswith("\r") and "compiling" in out.getvalue()
+        progression.append(record(1))
+        progression._bar.refresh()
+        assert not out.getvalue().endswith("\r")
+
+
 def test_the_last_update_takes_the_place_of_the_bar() -> None:
     out = io.StringIO()
     console = Console(file=out, force_terminal=True, width=120, highlight=False)
