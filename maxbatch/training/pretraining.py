@@ -59,13 +59,19 @@ from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 CONFIGURED = Parts()  # all of it the config's
 
 
-def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts: Parts = CONFIGURED) -> Outcome:
+def train(
+    config: ConfigDict,
+    devices: Sequence[jax.Device] | None = None,
+    parts: Parts = CONFIGURED,
+    task: type[Pretraining] | None = None,
+) -> Outcome:
     """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
 
     Args:
       config: a resolved config (`maxbatch.load_config`).
       devices: the devices to train on, all by default.
       parts: a user's own model, loss, data and loggers.
+      task: the kind of pre-training; None: `Pretraining`.
 
     Returns:
       The run's position, and the signal that stopped it, if one did.
@@ -82,7 +88,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
     config = with_flags(config, devices)
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
-        return Session(context, Pretraining(context, parts), parts.outputs).run()
+        return Session(context, (task or Pretraining)(context, parts), parts.outputs).run()
 
 
 def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
