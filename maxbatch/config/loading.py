@@ -68,7 +68,8 @@ def find_config(name: str | os.PathLike[str]) -> AnyPath:
     if is_remote(str(name)):
         return as_path(name)
     path = Path(name)
-    return path if os.path.exists(path) else _packaged(os.fspath(name)) or path
+    is_there = os.path.exists(path) and not path.is_dir()  # the folder of a run may have the name of its config
+    return path if is_there else _packaged(os.fspath(name)) or path
 
 
 def _packaged(name: str) -> Path | None:

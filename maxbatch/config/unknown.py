@@ -190,8 +190,8 @@ def _settings(
         row = rows[entry.name]
         if row and row.word in batch.settings:
             place_of[entry.name] = batch.settings[row.word]
-    values = settled(place_of) or setting.values
-    setting = dataclasses.replace(setting, values=values, devices=batch.devices, hosts=batch.hosts)
+    without_rest = settled(place_of) or setting.values
+    setting = dataclasses.replace(setting, values=without_rest, devices=batch.devices, hosts=batch.hosts)
     for entry in unknown:
         row = rows[entry.name]
         if row and row.word in _THREE_BATCHES and len(unknown) == 1 and re.fullmatch(r"\d{1,12}", entry.text):
