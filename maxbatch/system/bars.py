@@ -106,15 +106,12 @@ class Bar(Progress):
         return AtLineStart(super().get_renderable()) if self.is_waiting else super().get_renderable()
 
 
-def progress_bar(console: Console, pace: Pace, disable: bool = False, transient: bool = False) -> Bar:
-    """Returns a bar with its description and the time that is left, on one line of any terminal.
-
-    A transient bar is erased when it stops.
-    """
+def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Bar:
+    """Returns a bar with its description and the time that is left, on one line of any terminal until it stops."""
     bar = 16 if console.width >= 100 else 8
     text = FittedText(console, others=bar + len(" 00:00:00 left") + 2)
     columns = BarColumn(bar_width=bar), text, PaceColumn(pace)
-    return Bar(*columns, console=console, disable=disable, transient=transient)
+    return Bar(*columns, console=console, disable=disable, transient=True)
 
 
 class LinesAboveBar:

@@ -58,7 +58,7 @@ class RunProgress:
         self._pause_s = LINE_S  # from the last line to the next
         self._is_closed = threading.Event()
         if console.is_terminal:
-            self._bar = progress_bar(console, Pace(total_steps, first_step), transient=True)
+            self._bar = progress_bar(console, Pace(total_steps, first_step))
             self._task = self._bar.add_task(self._waiting(0.0), total=total_steps, completed=first_step)
             self._bar.start()
         if not console.quiet:
