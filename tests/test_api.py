@@ -79,9 +79,10 @@ def test_a_users_model_keeps_layout_invariance(tmp_path: Path) -> None:
     assert metrics["one"][2]["loss"] < metrics["one"][0]["loss"]
 
 
-def test_a_users_model_resumes_and_refuses_another(tmp_path: Path) -> None:
+def test_a_users_model_resumes_and_refuses_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = (f"run_dir={tmp_path}", "learning_rate_schedule=constant", "eval_fraction=0.02", "eval_interval=2")
     maxbatch.train(tiny_config(*base, "steps=2"), model=Bigrams, devices=ONE)
+    assert f"\nnext: pip install tensorboard && tensorboard --logdir {tmp_path}\n" in capsys.readouterr().out
     outcome = maxbatch.train(tiny_config(*base, "steps=3"), model=Bigrams, devices=ONE)
     assert outcome.position.step == 3
     metrics = read_metrics(tmp_path)

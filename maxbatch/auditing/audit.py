@@ -69,7 +69,7 @@ class Audit:
       spread: of the parameters over permutations of the same rows, of their movement (the median over the arrays).
       tolerance: the most that parameters may differ by: 10 spreads and 1e-5.
       loss_spread, loss_tolerance: the same of the reported loss, of itself; None where none is reported.
-      nan: what a weight that is NaN does, which is not judged.
+      nan: what a weight that is NaN does; no promise is about it.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -204,20 +204,20 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdi
 
 
 def _nan(bench: Bench) -> str:
-    """Returns what a NaN among the weights of the second update does, whole and in one of two micro-batches."""
+    """Returns what a NaN among the weights of the second update does, in one pass and in one of two passes."""
     rows = Rows(_ROWS, poisoned=True)
-    layouts = {"whole": whole(_ROWS), "in one of two micro-batches": Layout(1, 2, _ROWS // 2)}
-    return "; ".join(f"{name}: {_after_nan(bench, Side(layout, rows))}" for name, layout in layouts.items())
+    in_one, in_two = (_after_nan(bench, Side(layout, rows)) for layout in (whole(_ROWS), Layout(1, 2, _ROWS // 2)))
+    return in_one if in_one == in_two else f"{in_one} if the batch is one pass; {in_two} if it is two"
 
 
 def _after_nan(bench: Bench, side: Side) -> str:
     try:
         run = bench.run(side)
     except Refused as refused:
-        return f"raises {refused}"
+        return f"the trainer raises {refused}"
     finite = [all(np.isfinite(array).all() for array in params.values()) for params in run.params]
     if not finite[2]:
-        return "the parameters are not finite from that update on" if not finite[-1] else "the parameters recover"
+        return "the parameters are no longer finite" if not finite[-1] else "the parameters recover"
     if all(np.array_equal(run.params[1][name], run.params[2][name]) for name in run.params[1]):
         return "the update is skipped"
     return "the parameters stay finite and change"

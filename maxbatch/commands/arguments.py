@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING
 from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, Value, shown
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import folded, printable
+from maxbatch.system.folding import error_width, folded, printable
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -25,7 +24,7 @@ def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
 
 
 def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
-    """Returns the config that the positional arguments state.
+    """Returns the config that the positional arguments state, and warns of a ramp in it that nothing else mentions.
 
     Args:
       args: parsed arguments.
@@ -34,16 +33,20 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
     Raises:
       ConfigError: two files, or a config that cannot be used.
     """
-    from maxbatch.config.loading import load_config
+    from maxbatch.config.loading import config_from, displaced_ramp, resolve
 
     path, overrides = config_arguments(args)
     stated = vars(args)
     try:
-        return load_config(path or default, overrides)
+        settings = resolve(path or default, overrides)
     except ConfigError as error:
         devices = stated.get("devices") or stated.get("simulate_devices")
         hosts = stated.get("hosts") or stated.get("simulate_hosts")
         raise on_machine(error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated) from None
+    warning = displaced_ramp(settings)
+    if warning and not stated.get("simulate_hosts"):  # simulated hosts read the config anew, and the first one warns
+        note(f"warning: {warning}")
+    return config_from(settings)
 
 
 def on_machine(
@@ -146,5 +149,4 @@ def add_averaged(parser: argparse.ArgumentParser) -> None:
 
 def note(text: str) -> None:
     """Prints a line on standard error, so that it is no part of a command's output."""
-    width = shutil.get_terminal_size().columns if sys.stderr.isatty() else None
-    print(folded(f"maxbatch: {printable(text, keep='')}", 0, width), file=sys.stderr)
+    print(folded(f"maxbatch: {printable(text, keep='')}", 0, error_width()), file=sys.stderr)

@@ -6,7 +6,7 @@ import argparse
 import functools
 import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from maxbatch.auditing.audit import LEAST, Audit, Verdict, audit
 from maxbatch.auditing.resuming import ImportMake
@@ -15,6 +15,7 @@ from maxbatch.commands.arguments import count, whole
 from maxbatch.config.user_function import import_function
 from maxbatch.config.values import shown
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, ConfigError
+from maxbatch.system.folding import folded, terminal_width
 from maxbatch.system.terminal import PipeConsole, PlainTable
 from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
@@ -76,20 +77,30 @@ def _audited(make: Make, import_make: ImportMake, settings: Mapping[str, int]) -
 
 
 def _print(found: Audit) -> None:
-    console = PipeConsole(highlight=False, soft_wrap=True)
+    console, width = PipeConsole(highlight=False, soft_wrap=True), terminal_width()
     table = PlainTable("promise", "verdict", "parameters", "loss", "smallest case")
     for verdict in found.verdicts:
         by = map(_percent, (verdict.by, verdict.loss_by))
         table.add_row(verdict.promise, verdict.status, *by, str(verdict.case or ""))
     console.print(table)
+    console.print()
+    for line in _lines(found):
+        console.print(folded(line, 2, width))
+
+
+def _lines(found: Audit) -> Iterator[str]:
+    """Yields the reasons of verdicts, the tolerances, what a NaN does, and the broken promises."""
+    promises: dict[str, list[str]] = {}
     for verdict in found.verdicts:
         if verdict.status != "holds" or verdict.reason:
-            console.print(f"{verdict.promise}: {_reason(verdict)}")
-    loss = "" if found.loss_spread is None else f"; loss {found.loss_spread:.1e}, {found.loss_tolerance:.1e}"
-    console.print(f"spread over permutations and tolerance: parameters {found.spread:.1e}, {found.tolerance:.1e}{loss}")
-    console.print(f"a NaN, not judged: {found.nan}")
+            promises.setdefault(_reason(verdict), []).append(verdict.promise)
+    yield from (f"{', '.join(names)}: {reason}" for reason, names in promises.items())
+    spread = f"parameters may differ by {found.tolerance:.1e} (by {found.spread:.1e} over permutations of the rows)"
+    of_loss = f", losses by {found.loss_tolerance:.1e} ({found.loss_spread:.1e})"
+    yield f"tolerance: {spread}{'' if found.loss_spread is None else of_loss}"
+    yield f"a NaN among the weights of a batch: {found.nan} (no promise is about this)"
     names = ", ".join(verdict.promise for verdict in found.broken)
-    console.print(f"broken: {names}" if names else "no promise is broken")
+    yield f"broken: {names}" if names else "no promise is broken"
 
 
 def _percent(share: float | None) -> str:

@@ -68,7 +68,8 @@ def find_config(name: str | os.PathLike[str]) -> AnyPath:
     if is_remote(str(name)):
         return as_path(name)
     path = Path(name)
-    return path if os.path.exists(path) else _packaged(os.fspath(name)) or path
+    is_there = os.path.exists(path) and not path.is_dir()  # the folder of a run may have the name of its config
+    return path if is_there else _packaged(os.fspath(name)) or path
 
 
 def _packaged(name: str) -> Path | None:
@@ -99,8 +100,25 @@ def load_config(
         alternatives stated together.
     """
     stated = overrides if isinstance(overrides, str) else [*overrides, *override_texts(keys)]
-    settings = resolve(path, stated)
+    return config_from(resolve(path, stated))
+
+
+def config_from(settings: Mapping[str, Setting]) -> ConfigDict:
+    """Returns the locked config of `resolve`'s settings."""
     return ConfigDict({name: setting.value for name, setting in settings.items()}).lock()
+
+
+def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
+    """Returns a warning about a ramp of default keys that a batch of a higher layer displaces; None if there is none.
+
+    The plan warns of other ramps, whose keys it finds in the config.
+    """
+    enabled, *others = names_of(Part.RAMP)
+    by = settings[enabled].displaced_by
+    if by in ("", "batch_size") or any(settings[name].value != _base_layer()[name].value for name in others):
+        return None
+    batch = f"{by}={keys()[by].write(settings[by].value)}"
+    return f"{enabled}=true has no effect: {batch} is stated instead, so there is no ramp"
 
 
 def override_texts(stated: Mapping[str, object]) -> list[str]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from maxbatch.config.keys import Key
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
-from maxbatch.config.words.convert import Setting, converted, rampup_schedule
+from maxbatch.config.words.convert import OF_LOSS, Setting, converted, rampup_schedule
 from maxbatch.config.words.together import together
 from maxbatch.config.yaml_file import Entry
 from maxbatch.system.errors import ConfigError
@@ -186,14 +186,17 @@ def _settings(
     batch = together(words, own, setting)
     if batch is None:
         return setting, ""
-    setting = dataclasses.replace(setting, devices=batch.devices, hosts=batch.hosts)
+    for entry in unknown:
+        row = rows[entry.name]
+        if row and row.word in batch.settings:
+            place_of[entry.name] = batch.settings[row.word]
+    without_rest = settled(place_of) or setting.values
+    setting = dataclasses.replace(setting, values=without_rest, devices=batch.devices, hosts=batch.hosts)
     for entry in unknown:
         row = rows[entry.name]
         if row and row.word in _THREE_BATCHES and len(unknown) == 1 and re.fullmatch(r"\d{1,12}", entry.text):
             return setting, f"; works: {three_batches(int(entry.text), setting.hosts)}"
-        if row and row.word in batch.settings:
-            place_of[entry.name] = batch.settings[row.word]
-        elif row and (by_value := converted(row.word, entry.text, setting)):
+        if row and row.word not in batch.settings and (by_value := converted(row.word, entry.text, setting)):
             place_of[entry.name] = by_value
     for entry in unknown:
         row = rows[entry.name]
@@ -203,7 +206,9 @@ def _settings(
         elif not place_of[entry.name] and not (row and (row.is_ignored or row.word in batch.settings)):
             return setting, ""
     stated = [(name, text) for ours in place_of.values() for name, text in ours.items()]
-    beside = {} if setting.is_of_prompts else own  # a batch of prompts is stated again, to replace it
+    beside = {} if setting.is_of_prompts else dict(own)  # a batch of prompts is stated again, to replace it
+    if any(row and row.word in OF_LOSS for row in rows.values()):
+        beside.pop("learning_rate", None)  # it is stated again, for the mean
     if any(dict(stated)[name] != text or beside.get(name, text) != text for name, text in stated):
         return setting, ""
     values = settled(place_of)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import base64
+import functools
+import gzip
 import html
 import json
 from collections.abc import Iterable, Sequence
@@ -115,21 +118,21 @@ class Page:
             '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
             f"<style>{_asset('page.css')}</style></head>\n<body><h1>{title}</h1>\n"
             + "\n".join(self._body)
-            + f"\n<script>{plotly_js()}</script>\n"
+            + f'\n<script id="plotly" type="text/plain">{packed_plotly()}</script>\n'
             # "<" cannot end the script from inside a text
             + f'<script id="page-data" type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n'
             + f"<script>{_asset('page.js')}</script>\n</body></html>\n"
         )
 
 
-def plotly_js() -> str:
-    """Returns plotly.js, which a page carries inside."""
+@functools.cache
+def packed_plotly() -> str:
+    """Returns plotly.js, which a page carries inside, as base64 of gzip: 2.0 MB for 4.8 MB."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
         raise ConfigError("plots need plotly; works: pip install 'maxbatch[report]'") from None
-    script: str = get_plotlyjs()
-    return script
+    return base64.b64encode(gzip.compress(get_plotlyjs().encode(), mtime=0)).decode()
 
 
 def heading(text: str) -> str:

@@ -23,7 +23,7 @@ import jax
 from maxbatch.parallel.deaths import LastSaved
 from maxbatch.parallel.heartbeats import Heartbeats, backstop_of, leave
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import printable
+from maxbatch.system.folding import error_width, folded, printable
 
 T = TypeVar("T")
 
@@ -151,9 +151,10 @@ def is_first() -> bool:
 
 
 def warn(message: str) -> None:
-    """Prints one line on standard error; the command continues."""
+    """Prints one line on standard error, folded on a terminal; the command continues."""
     if is_first():
-        print(f"maxbatch: warning: {printable(message)}", file=sys.stderr, flush=True)
+        line = folded(f"maxbatch: warning: {printable(message)}", 0, error_width())
+        print(line, file=sys.stderr, flush=True)
 
 
 def broadcast(make: Callable[[], T]) -> T:

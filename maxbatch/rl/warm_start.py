@@ -23,7 +23,7 @@ from maxbatch.rl.templates import Template
 from maxbatch.runs.position import committed_steps
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.pretraining import train
+from maxbatch.training.pretraining import Pretraining, train
 from maxbatch.training.session import Outcome, RunContext
 from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
@@ -47,7 +47,15 @@ def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Ou
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
 
     broadcast(write_examples)
-    return train(pretraining(config, batch, folder, documents), devices)
+    return train(pretraining(config, batch, folder, documents), devices, task=WarmStart)
+
+
+class WarmStart(Pretraining):
+    """The task of a warm start, which no command of the user follows."""
+
+    def conclusion(self, state: TrainState) -> Iterator[str]:
+        """Yields nothing: reinforcement learning goes on from here."""
+        yield from ()
 
 
 def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Self
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.control import Control
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +20,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.segment import ControlType
 from rich.text import Text
 
 from maxbatch.system.terminal import PlainConsole
@@ -34,10 +36,10 @@ class Pace:
         self._started = self._line_at = time.monotonic()
 
     def left(self, done: float) -> str:
-        """Returns the time left as text; without progress so far there is no pace."""
+        """Returns the time left as text; "" without progress so far, which has no pace."""
         elapsed, progress = time.monotonic() - self._started, done - self._first_done
         if progress <= 0:
-            return "-:--:-- left"
+            return ""
         return f"{timedelta(seconds=round(elapsed / progress * max(self._total - done, 0)))} left"
 
     def line_is_due(self) -> bool:
@@ -80,11 +82,36 @@ class FittedText(ProgressColumn):
         return Text(" | ".join(parts)[: max(room, 8)], no_wrap=True)
 
 
-def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Progress:
-    """Returns a bar with its description and the time that is left, on one line of any terminal."""
+class AtLineStart:
+    """A renderable of one line, after which the cursor returns to the start of the line."""
+
+    def __init__(self, line: RenderableType) -> None:
+        self._line = line
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        yield from (segment for segment in console.render(self._line, options) if segment.text != "\n")
+        yield Control((ControlType.CARRIAGE_RETURN,)).segment
+
+
+class Bar(Progress):
+    """A bar on one line.
+
+    While `is_waiting`, other programs' text overwrites the bar, which is short then, instead of following it.
+    """
+
+    is_waiting = False
+
+    def get_renderable(self) -> RenderableType:
+        """Returns the bar."""
+        return AtLineStart(super().get_renderable()) if self.is_waiting else super().get_renderable()
+
+
+def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Bar:
+    """Returns a bar with its description and the time that is left, on one line of any terminal until it stops."""
     bar = 16 if console.width >= 100 else 8
     text = FittedText(console, others=bar + len(" 00:00:00 left") + 2)
-    return Progress(BarColumn(bar_width=bar), text, PaceColumn(pace), console=console, disable=disable)
+    columns = BarColumn(bar_width=bar), text, PaceColumn(pace)
+    return Bar(*columns, console=console, disable=disable, transient=True)
 
 
 class LinesAboveBar:
@@ -111,7 +138,7 @@ class LinesAboveBar:
         """Shows how far the work is: on the bar, elsewhere in a line every half a minute."""
         self._bar.update(self._task, completed=done, description=description)
         if self._bar.disable and self._pace.line_is_due():
-            self.say(f"{description} | {self._pace.left(done)}")
+            self.say(" | ".join(filter(None, (description, self._pace.left(done)))))
 
     def __enter__(self) -> Self:
         self._bar.start()
@@ -134,6 +161,7 @@ def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
             so_far += num_bytes
             bar.advance(task, num_bytes)
             if bar.disable and pace.line_is_due():
-                console.print(f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB | {pace.left(so_far)}")
+                size = f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB"
+                console.print(" | ".join(filter(None, (size, pace.left(so_far)))))
 
         yield advance

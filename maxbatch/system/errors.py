@@ -9,7 +9,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 
-from maxbatch.system.folding import printable
+from maxbatch.system.folding import error_width, folded, printable
 
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
 EXIT_CODES = {
@@ -117,6 +117,8 @@ def _without_middle(text: str) -> str:
 def report(error: BaseException, as_json: bool = False) -> int:
     """Prints the error that ended a command, in one line unless it is a bug, and returns the exit code.
 
+    A terminal's lines break between words.
+
     Args:
       error: the error.
       as_json: prints it on standard output too, as an object.
@@ -129,7 +131,7 @@ def report(error: BaseException, as_json: bool = False) -> int:
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
             error = TrainingError(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
         said = printable(_without_middle(" ".join(str(error).split())), keep="")
-        print(f"maxbatch: error: {said}", file=sys.stderr)
+        print(folded(f"maxbatch: error: {said}", 0, error_width()), file=sys.stderr)
     else:
         traceback.print_exception(error)
     if as_json:

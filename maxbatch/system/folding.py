@@ -17,6 +17,11 @@ def terminal_width() -> int | None:
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
+def error_width() -> int | None:
+    """Returns the columns of the terminal that standard error goes to; None if it goes elsewhere."""
+    return shutil.get_terminal_size().columns if sys.stderr.isatty() else None
+
+
 def printable(text: str, keep: str = "\n\t") -> str:
     """Returns a text with escapes for the control characters not in `keep`, which could move a terminal's cursor."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)

@@ -65,7 +65,8 @@ class PlainTable(Table):
     """A table without lines, of which no cell is cut off.
 
     Where its columns do not fit next to each other, they follow in further tables, each of which begins with the first
-    column. Only a cell that is wider than the terminal by itself is folded, between words.
+    column and leaves out rows that are empty but for it. Only a cell that is wider than the terminal by itself is
+    folded, between words.
     """
 
     def __init__(self, *heads: str, justify: JustifyMethod = "left") -> None:
@@ -85,7 +86,8 @@ class PlainTable(Table):
             return
         cells = [list(column.cells) for column in self.columns]
         for number, part in enumerate(_parts(widths, options.max_width)):
-            table = self._part(part, [row for row in everywhere if any(str(cells[i][row]) for i in part)])
+            told = part[1:] if number else part
+            table = self._part(part, [row for row in everywhere if any(str(cells[i][row]) for i in told)])
             table.columns[-1].no_wrap = sum(widths[i] for i in part) <= options.max_width
             if number:
                 yield Text()

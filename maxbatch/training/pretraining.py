@@ -36,7 +36,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.folding import counted
+from maxbatch.system.folding import counted, folded_command
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import program_options, state_flags, with_flags
@@ -60,13 +60,19 @@ from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 CONFIGURED = Parts()  # all of it the config's
 
 
-def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts: Parts = CONFIGURED) -> Outcome:
+def train(
+    config: ConfigDict,
+    devices: Sequence[jax.Device] | None = None,
+    parts: Parts = CONFIGURED,
+    task: type[Pretraining] | None = None,
+) -> Outcome:
     """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
 
     Args:
       config: a resolved config (`maxbatch.load_config`).
       devices: the devices to train on, all by default.
       parts: a user's own model, loss, data and loggers.
+      task: the kind of pre-training; None: `Pretraining`.
 
     Returns:
       The run's position, and the signal that stopped it, if one did.
@@ -83,7 +89,7 @@ def train(config: ConfigDict, devices: Sequence[jax.Device] | None = None, parts
     config = with_flags(config, devices)
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
-        return Session(context, Pretraining(context, parts), parts.outputs).run()
+        return Session(context, (task or Pretraining)(context, parts), parts.outputs).run()
 
 
 def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
@@ -209,7 +215,7 @@ class Pretraining:
             tokenizer = self.stream.tokenizer if self.stream is not None else self._tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
             found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
-            if config.use_sft:
+            if config.use_sft or config.use_dpo:
                 with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
@@ -378,7 +384,7 @@ class Pretraining:
         config, held_out, num_rows = self._context.config, self._held_out, self._num_held_out
         if not num_rows:
             return None
-        self._answers = self._open_answers(held_out)
+        self._answers = self._open_answers(held_out) if config.use_sft else None
         update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
         return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
@@ -427,9 +433,13 @@ class Pretraining:
         return state.params if state.frozen is None else self._merging(state.frozen, state.params)
 
     def _open_answers(self, stream: Stream | None) -> Answers | None:
-        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text."""
+        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text.
+
+        The answer of a pair's record is the chosen one.
+        """
         config = self._context.config
-        if not (config.use_sft and config.generate_prompt) or self._parts.model or self._parts.stream:
+        has_answers = config.use_sft or config.use_dpo
+        if not (has_answers and config.generate_prompt) or self._parts.model or self._parts.stream:
             return None
         questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
         if not questions:
@@ -452,16 +462,18 @@ class Pretraining:
         if config.generate_prompt and not is_own and not self._context.stop.is_asked:
             params = self._merged(state)
             try:
-                found = self._answer_sample(params) if config.use_sft else None
+                found = self._answer_sample(params) if config.use_sft or config.use_dpo else None
                 text, asks = found or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         can_generate = config.enable_checkpointing and not is_own
         generating = [f"maxbatch generate {config.run_dir}{asks}"] * can_generate
-        first, *others = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"
-        yield f"next: {first}"
-        yield from (f"      {command}" for command in others)
+        console = self._context.console
+        width = console.width if console.is_terminal else None
+        commands = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"
+        for place, command in enumerate(commands):
+            yield folded_command(f"{' ' * 6 if place else 'next: '}{command}", 8, width)
 
     def _text_sample(self, params: State) -> str:
         """Returns a text that continues `generate_prompt`."""

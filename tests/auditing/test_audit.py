@@ -131,7 +131,7 @@ def test_a_trainer_without_a_loss_is_judged_by_its_parameters() -> None:
 
 def test_what_a_nan_does_is_reported_and_not_judged() -> None:
     found = maxbatch.audit(maker())
-    assert found.holds and found.nan.startswith("whole: the parameters are not finite from that update on")
+    assert found.holds and found.nan == "the parameters are no longer finite"
 
 
 class Odd(Trainer):
@@ -223,7 +223,8 @@ def test_the_command_prints_a_table_and_its_exit_code_is_the_verdict(capsys: pyt
     assert main(["audit", "trainer.py:wrong"]) == 1
     out = capsys.readouterr().out
     assert "2 rows, 2 passes of 1 on 1 device, 1 update; tokens 7 + 1" in out
-    assert f"uneven: mean of means; {FAULTS['mean of means']}" in out
+    assert f"\nuneven, remainder, padding: mean of means; {FAULTS['mean of means']}\n" in out
+    assert "a NaN among the weights of a batch: the parameters are no longer finite (no promise is about this)\n" in out
     assert out.endswith("broken: uneven, empty, remainder, padding\n")
     assert main(["audit", "trainer.py:wrong", "--json", "--seed", "3"]) == 1
     found = json.loads(capsys.readouterr().out)

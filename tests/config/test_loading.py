@@ -285,6 +285,11 @@ def test_a_preset_is_found_by_name_and_a_file_wins_over_a_name(tmp_path: Path) -
     assert load_config("llama3-8b").steps == 7
 
 
+def test_a_folder_with_the_name_of_a_packaged_config_is_not_read_as_the_config() -> None:
+    Path("rl").mkdir()
+    assert load_config("rl") == load_config("post_train/rl.yml")
+
+
 def test_a_config_may_build_on_a_packaged_one(tmp_path: Path) -> None:
     built = load_config(write(tmp_path / "sub" / "mine.yml", "base_config: configs/post_train/rl.yml\nbatch_size: 4\n"))
     assert (built.batch_size, built.dataset_type) == (4, "arithmetic")

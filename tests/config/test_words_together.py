@@ -178,3 +178,31 @@ def test_the_short_flag_of_a_batch_names_its_meanings() -> None:
     for line in ("-b 256", "--batch-size=256", "--batch_size 256"):
         code, _, said = run([*shlex.split(line), "--devices", "8", "--hosts", "2"])
         assert code == 2 and "global_batch_size=512 (of each node)" in said, said
+
+
+@pytest.mark.parametrize(
+    ("stated", "rate"),
+    [
+        (["opt_type=sgd", "learning_rate=1e-3"], 1e-3 * ROWS * LENGTH),
+        (["opt_type=sgd", "learning_rate=1e-3", "gradient_accumulation_steps=2"], 1e-3 * 2 * ROWS * LENGTH),
+        (["opt_type=sgd", "learning_rate=1e-3", "world_size=4", "global_batch_size=64"], 1e-3 * 16 * LENGTH),
+        (["opt_type=sgd", "learning_rate=1e-3", "world_size=4", "per_replica_batch_size=8"], 1e-3 * 8 * LENGTH),
+        (["learning_rate=1e-3"], 1e-3),  # AdamW's step does not grow with the gradient
+    ],
+)
+def test_a_sum_of_losses_is_answered_with_the_rate_of_the_mean_that_has_its_update(
+    stated: list[str], rate: float, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "reduction=sum", *stated]) == 2
+    works = shlex.split(capsys.readouterr().err.rpartition("works: ")[2])
+    found = dict(word.split("=") for word in works if "=" in word)
+    assert float(found.get("learning_rate", 1e-3)) == pytest.approx(rate)
+
+
+@pytest.mark.parametrize("unknown", ["global_batch_size=64", "batch_size_schedule=0:64 100:128"])
+def test_a_sum_of_losses_has_a_formula_where_the_tokens_of_a_rank_are_unknown(
+    unknown: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "reduction=sum", "opt_type=sgd", unknown]) == 2
+    said = capsys.readouterr().err
+    assert "learning_rate x tokens of an update / ranks" in said and "works" not in said

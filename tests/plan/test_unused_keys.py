@@ -88,6 +88,21 @@ def test_a_batch_over_the_ramp_of_a_file_says_that_there_is_no_ramp() -> None:
     assert "global_batch_size=64 is stated instead" in warning and "enable_rampup" not in warning
 
 
+@pytest.mark.parametrize(
+    "batch", ["global_batch_size=64", "batch_size_schedule=0:64 100:128"], ids=["global batch", "schedule"]
+)
+def test_a_batch_over_a_files_ramp_of_default_keys_is_warned_about(
+    batch: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ramp = str(write(Path("default_ramp.yml"), "enable_rampup_batch_size: true\n"))
+    assert main(["plan", ramp, batch, "--devices", "4"]) == 0
+    said = f"warning: enable_rampup_batch_size=true has no effect: {batch} is stated instead, so there is no ramp\n"
+    assert said in capsys.readouterr().err
+    for fine in ([batch], [ramp], [ramp, "per_device_batch_size=10"]):
+        assert main(["plan", *fine, "--devices", "4"]) == 0
+        assert "no effect" not in capsys.readouterr().err
+
+
 def test_plan_shows_decays_in_tokens_and_only_sections_that_apply(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--devices", "1", "adam_b2_half_life=2Mt", "weight_decay_timescale=1.0run"]) == 0
     said = capsys.readouterr().out

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import sys
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given
@@ -12,8 +14,11 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
+from maxbatch.commands.arguments import note
+from maxbatch.parallel.hosts import warn
 from maxbatch.system import bars
 from maxbatch.system.bars import LinesAboveBar, Pace, progress_bar
+from maxbatch.system.errors import ConfigError, report
 from maxbatch.system.folding import folded_rows
 from maxbatch.system.terminal import PlainConsole, PlainTable
 from tests.helpers.terminals import in_terminal
@@ -57,10 +62,25 @@ def test_a_pipe_folds_nothing() -> None:
     assert out.getvalue().count("\n") == 1
 
 
+@pytest.mark.parametrize("say", [note, warn, lambda text: report(ConfigError(text))], ids=["note", "warning", "error"])
+def test_lines_of_standard_error_break_between_words_on_a_terminal_alone(
+    say: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = " ".join(["counterexamples"] * 9)
+    say(text)
+    assert capsys.readouterr().err.endswith(f" {text}\n")
+    monkeypatch.setenv("COLUMNS", "40")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    say(text)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 1 and max(map(len, lines)) <= 40
+    assert " ".join(lines).endswith(f" {text}")
+
+
 @pytest.mark.parametrize("columns", [60, 80, 100, 160])
 def test_a_bar_keeps_the_time_that_is_left(columns: int) -> None:
     out = io.StringIO()
-    bar = progress_bar(Console(file=out, width=columns, force_terminal=True, no_color=True), Pace(20, 7))
+    bar = progress_bar(Console(file=out, width=columns, force_terminal=True, no_color=True), Pace(20, 0))
     description = (
         "step 10000/20000 | loss 2.5000 | batch 1024 | stage 3/12 | lr 1.00e-03 | 1,234,567 tokens/s | MFU 51.2%"
     )
@@ -84,7 +104,7 @@ def test_the_time_left_follows_the_pace_of_steps_that_take_long(monkeypatch: pyt
     now += 570
     runs.show(4, "4 of 10")
     runs.show(4, "4 of 10")
-    assert out.getvalue().splitlines() == ["2 of 10 | -:--:-- left", "4 of 10 | 0:30:00 left"]
+    assert out.getvalue().splitlines() == ["2 of 10", "4 of 10 | 0:30:00 left"]
 
 
 def test_the_last_column_of_a_table_is_folded_between_words() -> None:
@@ -120,3 +140,12 @@ def test_a_text_of_a_file_cannot_move_the_cursor_nor_forge_a_row() -> None:
     assert "a\\x1b[2Jb\\r\\x07" in shown and "c\\x9b2Jd\\u202e" in shown and "e\\nforged" in shown
     assert not any(line.startswith("forged") for line in shown.splitlines())
     assert "\x1b[2J" not in shown and "\x1b[1A" not in shown and "\r" not in shown
+
+
+def test_a_further_table_leaves_out_rows_that_are_empty_but_for_their_first_cell() -> None:
+    table = PlainTable("one", "two", "three")
+    table.add_row("first", "x" * 30, "")
+    table.add_row("second", "", "y" * 30)
+    assert [line.split() for line in printed(table, 45)] == [
+        ["one", "two"], ["first", "x" * 30], ["second"], [], ["one", "three"], ["second", "y" * 30],
+    ]  # fmt: skip

@@ -17,7 +17,7 @@ from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import train
 from maxbatch.training.record.recorder import Record
 from maxbatch.training.reference import REFERENCE_FILE, Reference
-from tests.helpers.chats import write_jsonl
+from tests.helpers.chats import chat_config, write_jsonl
 
 LENGTH = 16
 WORDS = ("red", "blue", "green", "gray", "pink", "black", "white")
@@ -144,6 +144,18 @@ def test_a_resume_that_is_refused_for_its_reference_or_its_held_out_pairs_writes
     with pytest.raises(ConfigError, match=r"none\.jsonl"):
         run("new", 1, "steps=3", *gone)
     assert not (folder / "new").exists()
+
+
+def test_the_closing_sample_of_pairs_is_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = {"role": "user", "content": "red?"}
+    answers = {"chosen": "yes", "rejected": "no"}
+    pair = {name: [asked, {"role": "assistant", "content": text}] for name, text in answers.items()}
+    form = ("use_sft=false", "dpo_algo=orpo", "steps=1", "global_batch_size=2", *QUICK)
+    small = [one for one in SETTINGS if one.startswith(("base_", "head_dim", "use_dpo", "log_to", "compilation_cache"))]
+    train(chat_config(tmp_path, [pair] * 4, *small, *form, f"run_dir={tmp_path}/run"), jax.devices()[:1])
+    _, _, sample = capsys.readouterr().out.partition("--- a sample ---")
+    assert "\n<|im_start|>user\nred?<|im_end|>\n<|im_start|>assistant\n" in sample
+    assert f"next: maxbatch generate {tmp_path}/run --chat\n" in sample
 
 
 def test_pairs_are_refused_where_they_cannot_be_trained_on() -> None:

@@ -102,11 +102,12 @@ def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> M
 def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> None:
     forks = ", ".join(f"{fork.step:,}" for fork in plan.forks)
     total, rate = len(branches.all) * plan.samples, "falling to 0" if plan.decays else "constant"
+    scaled = {"none": "", "linear": " x batch factor", "sqrt": " x square root of the batch factor"}[plan.scaling]
     console.print(
         f"{len(branches.all)} branches ({len(branches.left())} to train): checkpoints {forks} x batch factors "
         f"{joined(plan.factors)}, {plan.samples:,} samples each, {total:,} in all\n"
-        f"rates as at the checkpoint, {rate}, scaled {plan.scaling}; compared: the mean loss of the last "
-        f"{plan.compared:,} samples of a branch"
+        f"learning rate of a branch: the checkpoint's{scaled}, {rate}; its loss: the mean over its last "
+        f"{plan.compared:,} samples"
     )
 
 
@@ -114,7 +115,10 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
     path, plan, stages = folder / CRITICAL_BATCH_FILE.name, found.plan, found.stages
     write_json(path, found.to_json())
     console.print(found.table())
-    console.print(f"tolerance: {found.tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; ?: within the noise")
+    console.print(
+        f"tolerance: {found.tolerance:g} {TOLERANCE_UNIT}; *: the critical batch size; "
+        "?: the noise is larger than the distance to the tolerance"
+    )
     for result in found.forks:
         console.print(str(result))
     page = Page(f"maxbatch critical-batch: {found.run.path.name}")
@@ -122,10 +126,10 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
     console.print(page.save(folder / "critical_batch.html"))
     console.print(f"everything: {path}")
     if len(stages) == 1:
-        console.print(f"no batch above {stages[0][1]:,} is within the tolerance at every later checkpoint")
+        console.print(f"no larger batch than {stages[0][1]:,} is within the tolerance at every later checkpoint")
     if all(result.critical.is_at_least for result in found.forks):
         further = joined((*plan.factors, 2 * plan.factors[-1]))
-        console.print(f"the largest batch tried is within the tolerance everywhere; further: --factors {further}")
+        console.print(f"the largest batch tried is within the tolerance everywhere; to go further: --factors {further}")
     if len(plan.forks) == 1:
         console.print("one checkpoint does not show how the critical batch size changes; train with "
                       "max_num_checkpoints_to_keep=null")  # fmt: skip

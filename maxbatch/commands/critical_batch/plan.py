@@ -99,8 +99,8 @@ def make_plan(
     own = run.config.learning_rate_scaling
     if len(stated_stages(PlanConfig.of(run.config), run.num_devices)) > 1 and own != scaling:
         raise ConfigError(
-            f"--scaling {scaling}: the batch of {run.path} changes, with learning_rate_scaling={own}, and no config "
-            f"could state rates that follow two rules; works: --scaling {own}"
+            f"--scaling {scaling}: must be {own}, the learning_rate_scaling of {run.path}, whose batch changes: a "
+            f"config states one rule for all of its rates; works: --scaling {own}"
         )
     forks = _forks(run, steps)
     chosen = _held(run, forks, factors)

@@ -22,7 +22,7 @@ from maxbatch.system.errors import TrainingError
 from maxbatch.system.terminal import PlainTable
 
 TOLERANCE_UNIT = "nats per token, absolute"
-_HEADS = ("checkpoint", "samples", "batch", "learning rate", "updates", "loss", "against base", "within")
+_HEADS = ("step", "samples", "batch", "lr", "updates", "loss", "against base", "within")
 
 
 class BranchResult(NamedTuple):

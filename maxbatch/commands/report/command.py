@@ -22,6 +22,7 @@ from maxbatch.commands.report.runs import (
     ReportedRun,
     fitted,
     panels,
+    without_noise_scale,
 )
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
@@ -204,6 +205,9 @@ def _add_runs(page: Page, runs: Sequence[ReportedRun]) -> None:
             f"{thinned.name}: of {len(thinned.records):,} updates {len(thinned.drawn):,} are drawn: 1 in "
             f"{thinned.apart}, the first of each stage, those with an eval, and the last."
         ))  # fmt: skip
+    for run in runs:
+        if reason := without_noise_scale(run):
+            page.add(paragraph(f"{run.name}: no gradient noise scale: {reason}."))
     for holed in (run for run in runs if run.holes):
         lines = ", ".join(map(str, holed.holes[:5])) + (" and others" if len(holed.holes) > 5 else "")
         page.add(paragraph(

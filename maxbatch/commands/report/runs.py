@@ -212,6 +212,22 @@ class ReportedRun:
         return rows
 
 
+def without_noise_scale(run: ReportedRun) -> str | None:
+    """Returns why the gradient noise scale of a run is empty; None if it is not, or no such run measures it."""
+    measured = [record for record in run.records if M.GRADIENT_NOISE_SCALE in record]
+    if not measured:
+        is_off = run.config is not None and run.config.batch_size is None and not run.config.gradient_noise_scale
+        return "gradient_noise_scale=false does not measure it" if is_off else None
+    if any(record[M.GRADIENT_NOISE_SCALE] is not None for record in measured):
+        return None
+    if all(record.get(M.NUM_MICRO_BATCHES) == 1 for record in measured):
+        return (
+            "it compares parts of an update, and each update of this run is a single part: one micro-batch, and no "
+            "data axis in the mesh. With gradient_accumulation_steps=2 it is measured"
+        )
+    return "no estimate is positive so far; it is an average over about a hundred updates"
+
+
 def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
     """Returns the panels of runs: `PANELS`, one of each reward function after that of the reward, and the tasks'."""
     rewards = dict.fromkeys(name for run in runs for name in run.reward_functions)

@@ -9,6 +9,7 @@ from fractions import Fraction
 
 from maxbatch.config.values import Value, exact, plain_number, schedule_text
 
+OF_LOSS = ("reduction", "loss_reduction")  # words that say how a loss adds up its tokens
 _MODEL_AXES = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline"))
 
 
@@ -40,6 +41,9 @@ class Setting:
 
 def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
     """Returns our settings for a word whose value must be converted; None where that needs facts that are missing."""
+    if word in OF_LOSS:
+        rate = _rate_of_sum(setting) if text.strip().lower() == "sum" else None
+        return None if rate is None else {"learning_rate": text_of(rate)}
     convert, value = _CONVERSIONS.get(word), read_number(text)
     found = convert(value, setting) if convert and value else None
     return None if found is None else {name: text_of(number) for name, number in found.items()}
@@ -94,6 +98,28 @@ def _pairs(value: Fraction, setting: Setting) -> _Found:
 def _warmup(value: Fraction, setting: Setting) -> _Found:
     steps = setting.number("steps")
     return {"warmup_steps_fraction": value / steps} if steps and 1 <= value <= steps else None
+
+
+def _rate_of_sum(setting: Setting) -> Fraction | None:
+    """Returns the rate of the mean with the update of DDP's sum, whose gradient is larger by the tokens of a rank.
+
+    The steps of optimizers other than SGD do not grow with the gradient.
+    """
+    rate = setting.number("learning_rate")
+    if rate is None or setting.values.get("opt_type") != "sgd":
+        return rate
+    replica, length = setting.devices_of_replica, setting.number("max_target_length")
+    varies = any(setting.values.get(name) for name in ("enable_rampup_batch_size", "batch_size_schedule"))
+    if varies or setting.is_of_prompts or not replica or not length:
+        return None
+    if setting.values.get("global_batch_size") is not None:
+        batch, devices = setting.number("global_batch_size"), setting.devices
+        rows = batch / Fraction(devices, replica) if batch and devices else None
+    else:
+        passes = setting.number("gradient_accumulation_steps") or 1
+        p = setting.number("per_device_batch_size")
+        rows = p * replica * passes if p else None
+    return rate * rows * length if rows else None
 
 
 def _last_rate(value: Fraction, setting: Setting) -> _Found:

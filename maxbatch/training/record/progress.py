@@ -8,22 +8,28 @@ from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
-from rich.progress import Progress
 
 from maxbatch.runs.metrics_schema import Metric, find_metric
-from maxbatch.system.bars import LINE_S, Pace, progress_bar
-from maxbatch.system.folding import folded_parts
+from maxbatch.runs.sessions import Part
+from maxbatch.system.bars import LINE_S, Bar, Pace, progress_bar
+from maxbatch.system.folding import folded, folded_parts
 from maxbatch.training.record.recorder import not_finite
 
 _TICK_S = 1.0  # between two counts of the bar
 _LONGEST_PAUSE = 10  # times `LINE_S`
+_SLOW_COMPILE_S = 100.0  # XLA writes its "Very slow compile?" to standard error after 120 s
+_OF_SLOW_COMPILE = (
+    "a large program takes minutes to compile (`maxbatch compile` does it ahead of time); "
+    'XLA\'s "Very slow compile?", which may follow, is no error'
+)
 
 
 class RunProgress:
     """Shows one run's updates: a line every `log_period` updates, and on a terminal a bar as well.
 
     While an update or a compilation takes long, the bar counts its seconds. Elsewhere lines do: the first after half a
-    minute, each later one after twice as long as the one before, at the latest after five minutes.
+    minute, each later one after twice as long as the one before, at the latest after five minutes. A compilation of
+    more than 100 s is explained once, before XLA asks for a bug report.
 
     Args:
       console: where the lines go.
@@ -44,9 +50,10 @@ class RunProgress:
     ) -> None:
         self._console, self._total, self._doing = console, total_steps, doing
         self._num_stages, self._log_period = num_stages, log_period
-        self._bar: Progress | None = None
+        self._bar: Bar | None = None
         self._first_step = self._step = first_step
         self._unprinted = ""
+        self._has_explained = False
         self._updated_at = self._printed_at = time.monotonic()
         self._pause_s = LINE_S  # from the last line to the next
         self._is_closed = threading.Event()
@@ -65,7 +72,9 @@ class RunProgress:
         while not self._is_closed.wait(_TICK_S):
             silent_s = time.monotonic() - self._updated_at
             if self._bar is not None and (silent_s >= LINE_S or self._step == self._first_step):
+                self._bar.is_waiting = True
                 self._bar.update(self._task, description=self._waiting(silent_s))
+                self._explain(silent_s)
 
     def _keep_printing(self) -> None:
         while not self._is_closed.wait(max(0.0, self._printed_at + self._pause_s - time.monotonic())):
@@ -77,12 +86,22 @@ class RunProgress:
             else:
                 pause_s = min(2 * self._pause_s, _LONGEST_PAUSE * LINE_S)
                 self._print(self._waiting(now - self._updated_at))
+                self._explain(now - self._updated_at)
                 self._pause_s = pause_s
+
+    def _explain(self, silent_s: float) -> None:
+        """Prints a line about a compilation that takes long, once."""
+        if not self._has_explained and silent_s >= _SLOW_COMPILE_S and self._doing() == Part.COMPILING:
+            self._has_explained = True
+            self._console.print(folded(_OF_SLOW_COMPILE, 2, self._width))
+
+    @property
+    def _width(self) -> int | None:
+        return self._console.width if self._console.is_terminal else None
 
     def _print(self, line: str) -> None:
         self._unprinted, self._printed_at, self._pause_s = "", time.monotonic(), LINE_S
-        width = self._console.width if self._console.is_terminal else None
-        self._console.print(folded_parts(line.split(" | "), width))
+        self._console.print(folded_parts(line.split(" | "), self._width))
 
     def append(self, record: dict[str, Any]) -> None:
         """Shows a record of `metrics.jsonl`."""
@@ -102,6 +121,7 @@ class RunProgress:
             remarks.append(f"pass@1 {record[Metric.EVAL_PASS_AT_1]:.3f} (greedy {greedy:.3f})")
             remarks.append(f"eval reward {record[Metric.EVAL_REWARD]:.3f}")
         if self._bar is not None:
+            self._bar.is_waiting = False
             self._bar.update(self._task, completed=step, description=line)
         self._step, self._unprinted, self._updated_at = step, line, time.monotonic()
         if remarks or step % self._log_period == 0 or step in (1, self._total):
@@ -128,7 +148,9 @@ class RunProgress:
         """Does nothing: there is no buffer."""
 
     def close(self) -> None:
-        """Ends the bar and the lines."""
+        """Ends the bar and the lines; the line of the last update takes the place of the bar."""
         self._is_closed.set()
         if self._bar is not None:
             self._bar.stop()
+            if self._unprinted:
+                self._print(self._unprinted)

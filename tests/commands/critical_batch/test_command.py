@@ -131,7 +131,7 @@ def test_the_table_the_json_and_the_plot_say_the_same(measured):
             assert str(branch["loss"]) in (folder / "critical_batch.html").read_text()
     assert maxbatch("report", path).returncode == 0
     assert found["checkpoints"][0]["in_words"] in (path / "report.html").read_text(), "the report shows it too"
-    assert "further: --factors 1,2,4" in result.stdout
+    assert "to go further: --factors 1,2,4" in result.stdout
     assert f"next: {found['command']}" in result.stdout and "\x1b" not in result.stdout
 
 

@@ -119,7 +119,7 @@ def test_a_batch_that_the_devices_cannot_hold_is_refused_with_what_they_can(tmp_
 
 def test_a_ramp_is_measured_by_its_own_rule_alone(tmp_path):
     run = fake_run(tmp_path / "run", "batch_size_schedule=0:8 2000:16", "global_batch_size=null")
-    with pytest.raises(ConfigError, match="two rules") as error:
+    with pytest.raises(ConfigError, match="states one rule for all of its rates") as error:
         planned(run)
     assert planned(run, scaling=works(error)[1])
 

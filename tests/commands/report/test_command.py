@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import os
 import re
@@ -18,7 +20,7 @@ from maxbatch.cli import main
 from maxbatch.commands.report import command
 from maxbatch.commands.report.command import _changed, make_page
 from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, fitted, smoothed
-from maxbatch.pages.page import Page, plotly_js
+from maxbatch.pages.page import Page, packed_plotly
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.run_folder import SESSIONS_FILE
@@ -41,7 +43,9 @@ def test_the_page_needs_nothing_from_a_network(tmp_path: Path) -> None:
     assert main(["report", str(tmp_path / "run")]) == 0
     text = (tmp_path / "run" / "report.html").read_text()
     assert not re.search(r"<(script|link|img|iframe)[^>]*\b(src|href)\s*=\s*[\"']?(https?:|//)", text)
-    assert "plotly.js v" in text
+    packed = re.search(r'<script id="plotly" type="text/plain">(.*?)</script>', text)
+    assert packed and "plotly.js v" in gzip.decompress(base64.b64decode(packed[1]))[:1000].decode()
+    assert len(text) < 2_100_000  # nearly all of it the library
 
 
 def test_the_page_lies_where_it_is_asked_to_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -117,9 +121,28 @@ def test_a_page_of_long_runs_stays_small_beside_the_plotting_library() -> None:
     for name in ("a", "b"):
         write_run(Path(name), 12_000, **dict.fromkeys(names, number))
     make_page([Path("a"), Path("b")]).write(Path("page.html"))
-    assert len(Path("page.html").read_bytes()) - len(plotly_js()) < 1_500_000
+    assert len(Path("page.html").read_bytes()) - len(packed_plotly()) < 1_500_000
     runs = page_data(Path("page.html"))["runs"]
     assert all(len(run["axes"]["steps"]) > 1000 and run["axes"]["steps"][-1] == 12_000 for run in runs)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "columns", "said"),
+    [
+        ((), {"num_micro_batches": 1, "gradient_noise_scale": None}, "each update of this run is a single part"),
+        ((), {"num_micro_batches": 2, "gradient_noise_scale": None}, "no estimate is positive so far"),
+        (("gradient_noise_scale=false",), {}, "gradient_noise_scale=false does not measure it"),
+        ((), {"num_micro_batches": 1, "gradient_noise_scale": 50.0}, None),
+        (("batch_size=4", "gradient_noise_scale=false"), {}, None),
+    ],
+)
+def test_a_run_without_a_noise_scale_says_why(
+    overrides: tuple[str, ...], columns: dict[str, float | None], said: str | None
+) -> None:
+    write_run(Path("a"), 2, *overrides, **{name: lambda _, value=value: value for name, value in columns.items()})
+    make_page([Path("a")]).write(Path("page.html"))
+    text = Path("page.html").read_text()
+    assert ("no gradient noise scale" in text) == (said is not None) and (said or "") in text
 
 
 def test_the_page_may_load_nothing_and_says_so() -> None:

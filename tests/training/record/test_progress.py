@@ -86,7 +86,42 @@ def test_a_terminal_counts_the_seconds_of_a_compilation_in_place(monkeypatch: py
         time.sleep(1.3)
     shown = out.getvalue()
     assert "step 0/20 | compiling, 0 s" in shown and "step 0/20 | compiling, 1 s" in shown
-    assert shown.count("\n") == 1  # the bar's own line, left at the end
+    assert shown.count("\n") == 1 and shown.endswith("\x1b[1A\x1b[2K")  # the bar's own line, erased at the end
+
+
+def test_what_the_compiler_writes_overwrites_the_waiting_bar_and_does_not_follow_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(progress, "_TICK_S", 0.02)
+    out = io.StringIO()
+    with closing(RunProgress(Console(file=out, force_terminal=True, width=120), 20, 0, 1, 10, doing)) as progression:
+        time.sleep(0.5)
+        assert out.getvalue().endswith("\r") and "compiling" in out.getvalue()
+        progression.append(record(1))
+        progression._bar.refresh()
+        assert not out.getvalue().endswith("\r")
+
+
+def test_the_last_update_takes_the_place_of_the_bar() -> None:
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=True, width=120, highlight=False)
+    with closing(RunProgress(console, 20, 0, 1, 10, doing)) as progression:
+        for step in (1, 2, 3):
+            progression.append(record(step))
+    *_, last = out.getvalue().splitlines()
+    assert last.endswith("step 3/20 | loss 2.5000 | batch 16 | lr 1.00e-03 | 12,346 tokens/s")
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_slow_compilation_is_explained_once(monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
+    for name, seconds in {"_TICK_S": 0.02, "LINE_S": 0.02, "_SLOW_COMPILE_S": 0.1}.items():
+        monkeypatch.setattr(progress, name, seconds)
+    for activity, times in (("compiling", 1), ("saving", 0)):
+        out = io.StringIO()
+        console = Console(file=out, force_terminal=is_terminal, width=200)
+        with closing(RunProgress(console, 20, 0, 1, 10, lambda activity=activity: activity)):
+            time.sleep(0.5)
+        assert out.getvalue().count("is no error") == times
 
 
 def test_a_terminal_gets_a_bar() -> None:
