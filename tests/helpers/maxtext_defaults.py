@@ -19,7 +19,7 @@ from maxbatch.commands.import_config.reading import read_yaml
 _OF_SHARDING = ("logical_axis_rules", "logical_axis_rules_for_eval", "data_sharding", "mesh_axes")
 
 
-def _modules(pyconfig: Path) -> dict[str, str]:
+def modules_of(pyconfig: Path) -> dict[str, str]:
     """Returns the file of each module, from the mapping in the source of MaxText's `pyconfig.py`."""
     for node in ast.parse(pyconfig.read_text()).body:
         if isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "_CONFIG_FILE_MAPPING" and node.value:
@@ -34,7 +34,7 @@ def _lines(file: Path) -> list[str]:
     return [f"{word} {json.dumps(value) if isinstance(value, list) else value}".rstrip() for word, value in words]
 
 
-def _typed(types: Path) -> dict[str, object]:
+def typed_defaults(types: Path) -> dict[str, object]:
     """Returns the fields in the source of MaxText's `types.py` whose defaults are literals or empty, with these."""
     found: dict[str, object] = {}
     for node in ast.walk(ast.parse(types.read_text())):
@@ -53,7 +53,7 @@ def _typed(types: Path) -> dict[str, object]:
 
 def main(folder: Path, version: str) -> None:
     """Prints the table of a folder of configs."""
-    modules = _modules(folder / "pyconfig.py")
+    modules = modules_of(folder / "pyconfig.py")
     print(f"# Defaults of MaxText {version}, by tests/helpers/maxtext_defaults.py. A word alone is empty there.")
     print("[modules]")
     print("\n".join(f"{module} {file}" for module, file in modules.items()))
@@ -61,7 +61,7 @@ def main(folder: Path, version: str) -> None:
         print("\n".join([f"[{name}]", *_lines(folder / name)]))
     print("[types]")
     known = read_yaml(folder / "base.yml")
-    typed = {word: value for word, value in _typed(folder / "types.py").items() if word not in known and word[0] != "_"}
+    typed = {word: value for word, value in typed_defaults(folder / "types.py").items() if word not in known and word[0] != "_"}
     print("\n".join(f"{word} {'' if value is None else value}".rstrip() for word, value in typed.items()))
     print("[models]")
     for file in sorted(folder.glob("models/*.yml")):

@@ -13,15 +13,17 @@ from maxbatch.commands.import_config.translation import Stated
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.errors import ConfigError
 
-# $NAME, ${NAME}, ${NAME:-default}, ${NAME:?message}
-_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?::?(?:[-=]([^{}]*)|\?[^{}]*))?\})")
+# $NAME, ${NAME}, ${NAME:-default}, ${NAME:?message}, ${NAME:+other}; a default may hold others
+_VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)([-=?+])|(?=\})))")
 _OUTPUT = re.compile(r"\$\(\s*(?!\()(\w+)[^()]*\)|`\s*(\w+)[^`]*`")  # $(date +%F)
 _PYTHON = re.compile(r"python[\d.]*\b[^\n;&|]*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.M | re.S)  # a heredoc
 _OF_MAXTEXT = re.compile(r"(^|[./])(maxtext|tests)[./]", re.I)  # its modules, and its checks
-_PLACE = re.compile(r"(?<=[=/:\w\-])<([A-Za-z][\w \-]*)>")  # gs://<MY-BUCKET>, to be filled in
+_PLACE = re.compile(r"(?<=[=/:\w\-\"'])<([A-Za-z][\w .|\-]*)>")  # gs://<MY-BUCKET>, to be filled in
+_NOT_OF_NAME = re.compile(r"\W+")
+_PLACED = re.compile("\ue000(\\w+)\ue001")  # such a place, by its name, which is no variable's
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_FACTOR = r"(?:\d{1,18}|[A-Za-z_]\w{0,63})"
-_PRODUCT = re.compile(rf"\$\(\(\s*({_FACTOR}(?:\s*\*\s*{_FACTOR}){{0,7}})\s*\)\)")  # others stay as they are
+_SUM = re.compile(r"\$\(\(([\w\s${}*+\-]{1,512})\)\)")  # of integers and variables; others stay as they are
+_TERM = re.compile(r"\s*([*+\-]?)\s*(?:(\d{1,18})|\$?\{?([A-Za-z_]\w{0,63})\}?)\s*")
 _INTEGER = re.compile(r"[0-9]{1,18}")
 _QUOTED = r'"(?:\\.|[^"\\])*"|\'[^\']*\'|\\.'
 _QUOTE_OR_COMMENT = re.compile(rf"{_QUOTED}|(?:^|(?<=\s))#[^\n]*", re.M | re.S)
@@ -34,11 +36,15 @@ _NAME = r"^[ \t]*(?:export\s+|declare -a\s+)?([A-Za-z_]\w*)(\+?)="
 _ARRAY = re.compile(_NAME + r"\(((?:[^()]|\([^()]*\)|\(\([^()]*\)\))*)\)", re.M)
 _ASSIGNED = re.compile(_NAME + r"(.*)$")
 _SETTING = re.compile(r"^[-+]{0,2}[A-Za-z_][\w.\-]*=")
+_BRANCH = re.compile(r"\s*(if|elif|then|else|fi)(?!\S)\s*(.*)$", re.S)
+_TEST = re.compile(r"\[\[?\s+(.*?)\s+\]\]?\s*$", re.S)
+_UNSET = re.compile(r"\$\{(\w+)\}")
 _PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py|\.sh\b")
 _TRL = re.compile(r"\s*(?:\w+=\S+\s+)*trl\s+(?:dpo|grpo|sft)\s")  # its own command
 _LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch")
 _MOST_EXPANDED = 2**20  # characters that all variables of a file become
 _MOST_CALLS = 4  # scripts that call one another
+_MOST_NESTED = 8  # defaults inside of defaults
 _MOST_LINES = 20_000  # commands, empty ones included
 _MOST_OF_LINE = 2**16  # characters of a command, its variables put in
 
@@ -64,7 +70,7 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
         raise ConfigError(f"{shown_path(path)}: no command of it trains; {program} is another program of MaxText's")
     if not commands and script.spaced:
         raise ConfigError(f"{shown_path(path)}: {shown(script.spaced)}: has blanks around =; works: key=value")
-    found = [_arguments_of(words) for words in commands] or [script.loose]
+    found = [arguments_of(words) for words in commands] or [script.loose]
     if number is not None and number > len(found):
         raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
     if number is None and any(_of_run(words) != _of_run(found[0]) for words in found):
@@ -84,13 +90,18 @@ def launched_processes(path: Path, number: int | None = None) -> int | None:
     if not commands:
         return None
     whole = commands[(number or 1) - 1]
-    stated = settings_of(whole[: len(whole) - len(_arguments_of(whole)) - 1], shown_path(path))
+    stated = settings_of(whole[: len(whole) - len(arguments_of(whole)) - 1], shown_path(path))
     counts = []
     for of_node, nodes in (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
         texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
         if all(_INTEGER.fullmatch(text) for text in texts):
             counts.append(math.prod(map(int, texts)))
     return counts[0] if counts else None
+
+
+def commands_of(path: Path) -> list[list[str]]:
+    """Returns the words of each command of a file that trains, as `--command` counts them."""
+    return _training(_Script(path))
 
 
 def program_of(path: Path, number: int | None = None) -> str:
@@ -116,10 +127,14 @@ class _Script:
         self._path, self._depth = path, depth
         self._variables = {str(i): text for i, text in enumerate(arguments, 1)}
         self._expanded = 0  # characters so far
+        self._outputs: set[str] = set()  # names of programs whose output is unknown
+        self._branches: list[tuple[bool | None, bool]] = []  # of each open if: whether it is taken, and one before was
         for number, line in enumerate(_lines(text_of(path))):
             if number == _MOST_LINES:
                 raise ConfigError(f"{shown_path(path)}: has more than {_MOST_LINES:,} commands, the most that are read")
-            self._take(line)
+            self._take(self._taken(line))
+        self.commands = [[_named(word) for word in words] for words in self.commands]
+        self.loose = [_named(word) for word in self.loose]
 
     def _take(self, line: str) -> None:
         assigned = _ARRAY.match(line) or _ASSIGNED.match(line)
@@ -187,23 +202,102 @@ class _Script:
                 )
             return value
 
-        def value(found: re.Match[str]) -> str:
-            name = found[1] or found[2]
-            return counted(self._variables.get(name, found[3] if found[3] is not None else f"${{{name}}}"))
+        def put_in(text: str, depth: int = 0) -> str:
+            parts, at = [], 0
+            while found := _VARIABLE.search(text, at):
+                name, end, word = found[1] or found[2], found.end(), ""
+                if found[2]:
+                    closing = _closing(text, end) if depth < _MOST_NESTED else -1
+                    word, end = (text[end:closing], closing + 1) if closing >= 0 else ("", end)
+                value = self._variables.get(name)
+                if value == "" and found[3]:
+                    value = None  # a colon takes an empty one as unset
+                if found[4] == "+":
+                    value = "" if value is None else put_in(word, depth + 1)
+                elif value is None and found[4] in ("-", "="):
+                    value = put_in(word, depth + 1)
+                    if found[4] == "=":
+                        self._variables[name] = value
+                parts += [text[at : found.start()], counted(f"${{{name}}}" if value is None else value)]
+                at = end
+            return "".join([*parts, text[at:]])
 
-        for _ in range(4):  # defaults may hold variables
-            whole = _ARRAY_VARIABLE.sub(lambda found: counted(self._variables.get(found[1], found[0])), text)
-            text, before = _VARIABLE.sub(value, whole), text
-            if text == before:
-                break
-        text = _PRODUCT.sub(self._product, text)
-        return _OUTPUT.sub(lambda found: f"${{{(found[1] or found[2]).upper()}}}", text)
+        text = put_in(_ARRAY_VARIABLE.sub(lambda found: counted(self._variables.get(found[1], found[0])), text))
+        text = _SUM.sub(self._sum, text)
 
-    def _product(self, found: re.Match[str]) -> str:
-        """Returns the product of integers, by themselves or as variables; what holds anything else stays as it is."""
-        names = [name.strip() for name in found[1].split("*")]
-        factors = [self._variables.get(name, name).strip() for name in names]
-        return str(math.prod(map(int, factors))) if all(_INTEGER.fullmatch(one) for one in factors) else found[0]
+        def output(found: re.Match[str]) -> str:
+            name = (found[1] or found[2]).upper()
+            self._outputs.add(name)
+            return f"${{{name}}}"
+
+        return _OUTPUT.sub(output, text)
+
+    def _sum(self, found: re.Match[str]) -> str:
+        """Returns a sum of products of integers, by themselves or as variables; what has others keeps no blanks."""
+        terms, at = [0], 0
+        sign = 1
+        while at < len(found[1]):
+            term = _TERM.match(found[1], at)
+            text = "" if term is None else term[2] or self._variables.get(term[3], "").strip()
+            if term is None or not _INTEGER.fullmatch(text) or (term[1] == "") != (at == 0):
+                return re.sub(r"\s", "", found[0])
+            if term[1] == "*":
+                terms[-1] *= int(text)
+            else:
+                sign = -1 if term[1] == "-" else 1
+                terms.append(sign * int(text))
+            at = term.end()
+        return str(sum(terms))
+
+    def _taken(self, line: str) -> str:
+        """Returns what of a line is read: nothing in a branch of an `if` that a shell does not take."""
+        found = _BRANCH.match(line)
+        if found is None:
+            return line if all(branch is not False for branch, _ in self._branches) else ""
+        word, rest = found.groups()
+        if word == "if":
+            self._branches.append((None, False))
+        if not self._branches:
+            return line  # text that is no branch
+        _, is_done = self._branches[-1]
+        if word in ("if", "elif", "else"):
+            branch = False if is_done else True if word == "else" else self._holds(rest)
+            self._branches[-1] = (branch, is_done or branch is True)
+        elif word == "fi":
+            self._branches.pop()
+        is_test = word in ("if", "elif") and _TEST.match(rest)
+        return "" if is_test or any(branch is False for branch, _ in self._branches) else rest
+
+    def _holds(self, condition: str) -> bool | None:
+        """Returns whether a comparison of texts holds, where variables that are not set are empty; None for others."""
+        test = _TEST.match(condition)
+        if test is None or "$(" in condition or "`" in condition:
+            return None
+        words = self._words(self._expand(test[1]))
+        words = ["" if (unset := _UNSET.fullmatch(word)) and unset[1] not in self._outputs else word for word in words]
+        if any("$" in word or "\ue000" in word for word in words):
+            return None
+        match words:
+            case ["-z" | "-n" as kind, *texts] if len(texts) < 2:
+                return (texts in ([], [""])) == (kind == "-z")
+            case [left, "==" | "=" | "!=" as kind, right] if not set("*?[") & set(right):
+                return (left == right) == (kind != "!=")
+        return None
+
+
+def _closing(text: str, start: int) -> int:
+    """Returns the index of the brace that closes the one before `start`, or -1."""
+    depth = 1
+    for found in re.compile(r"\$\{|\}").finditer(text, start):
+        depth += 1 if found[0] == "${" else -1
+        if depth == 0:
+            return found.start()
+    return -1
+
+
+def _named(word: str) -> str:
+    """Returns a word whose places to fill in are `${NAME}`."""
+    return _PLACED.sub(r"${\1}", word)
 
 
 def _of_run(words: list[str]) -> list[str]:
@@ -225,7 +319,7 @@ def _lines(text: str) -> Iterator[str]:
         return found[0] if found["whole"] else " " if found["to"] else "\n"
 
     text = re.sub(r"\\[ \t\r]*\n", " ", _PYTHON.sub("", text))
-    text = _PLACE.sub(lambda found: f"${{{re.sub('[ -]', '_', found[1])}}}", text)
+    text = _PLACE.sub(lambda found: "\ue000" + _NOT_OF_NAME.sub("_", found[1]) + "\ue001", text)
     text = _QUOTE_OR_COMMENT.sub(joined, text)
     for line in _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).split("\n"):
         yield from [line] if _ARRAY.match(line) else _PARTS.sub(parted, line).split("\n")
@@ -243,10 +337,10 @@ def _nested(words: list[str], text: str) -> str | None:
 
 def _program_of(words: list[str]) -> str:
     """Returns the module or the path that a command runs."""
-    return words[max(0, len(words) - len(_arguments_of(words)) - 1)]
+    return words[max(0, len(words) - len(arguments_of(words)) - 1)]
 
 
-def _arguments_of(words: list[str]) -> list[str]:
+def arguments_of(words: list[str]) -> list[str]:
     """Returns the words after the program: without its environment and its launcher's flags."""
     programs = [
         i for i, word in enumerate(words)

@@ -1,0 +1,333 @@
+"""Imports every training command of a checkout of MaxText, and compares each with a reading of its own.
+
+    python -m tests.helpers.maxtext_commands CHECKOUT [FOLDER ...] [--configs CONFIGS] [--list]
+
+CHECKOUT is a work tree of MaxText, FOLDERs are below it (default: docs, README.md, tests/end_to_end), CONFIGS is the
+`maxtext/configs` of the version that is compared with (default: src/maxtext/configs of the checkout). A page is the
+script of its shell blocks, in their order.
+
+Two readings are independent of the importer. bash runs each script with functions in place of all programs, which gives
+the commands as a shell reads them. Their settings are the chain of YAML files that the module or the command names, the
+file of the model, and the command's own words, as MaxText's `pyconfig.py` merges them. The exit code is 1 if a
+command is imported as another one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from maxbatch import ConfigError, load_config
+from maxbatch.commands.import_config import shell
+from maxbatch.commands.import_config.command import translated, written
+from maxbatch.commands.import_config.translation import NEEDS_YOU, UNSUPPORTED
+from tests.helpers.maxtext_defaults import modules_of, typed_defaults
+
+FOLDERS = ("docs", "README.md", "tests/end_to_end")
+# A module or a file of MaxText's that trains, started by Python.
+TRAINS = re.compile(r"(?:^|[./])trainers[./][\w./]*\b(train|train_compile|train_sft|train_sft_native|train_dpo|train_rl|train_distill)(?:\.py)?$")  # fmt: skip
+_BLOCK = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*(\w*)[^\n]*\n(.*?)^\1?\2[ \t]*$", re.M | re.S)
+_SHELLS = ("", "bash", "sh", "shell", "console", "text", "none")
+_RECORDER = r"""
+record() { { printf '%s\0' "$@"; printf '\1\0'; } >&9; return 0; }
+command_not_found_handle() { record "$@"; }
+cd() { :; }; source() { :; }; exec() { record "$@"; }; sleep() { :; }; read() { return 1; }
+python() { record python "$@"; }; python3() { record python3 "$@"; }
+mkdir() { :; }; date() { echo '${DATE}'; }; exit() { :; }; trap() { :; }; set() { :; };
+"""
+
+
+class Command(NamedTuple):
+    """A command that trains, as a shell reads it: its program and its arguments."""
+
+    program: str
+    arguments: tuple[str, ...]
+
+
+def scripts(checkout: Path, folders: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yields the name and the text of each script, and of each page that has shell blocks, as one script."""
+    for folder in folders:
+        top = checkout / folder
+        for path in [top] if top.is_file() else sorted(top.rglob("*")):
+            name = str(path.relative_to(checkout))
+            if path.suffix in (".sh", ".bash"):
+                yield name, path.read_text()
+            elif path.suffix in (".md", ".rst", ".ipynb"):
+                text = "\n".join(_blocks(path))
+                if "train" in text:
+                    yield name, text
+
+
+def _blocks(page: Path) -> Iterator[str]:
+    """Yields the shell blocks of a page, and the shell lines of a notebook's cells."""
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        for cell in json.loads(text)["cells"]:
+            source = "".join(cell["source"])
+            if source.startswith("%%bash"):
+                yield source.partition("\n")[2]
+            elif cell["cell_type"] == "code":
+                joined = re.sub(r"\\\n", " ", source)
+                yield "\n".join(line.strip()[1:] for line in joined.split("\n") if line.strip().startswith("!"))
+            else:
+                yield from _fenced(source)
+    else:
+        yield from _fenced(text)
+
+
+def _fenced(text: str) -> Iterator[str]:
+    for block in _BLOCK.finditer(text):
+        if block[3].lower() in _SHELLS:
+            lines = [line.removeprefix(block[1]) for line in block[4].split("\n")]
+            yield "\n".join(re.sub(r"^\s*\$ ", "", line) for line in lines)
+
+
+def bash_commands(text: str, depth: int = 0) -> list[Command]:
+    """Returns the commands that train, as bash reads a script in which no program runs.
+
+    Variables that the script reads and never sets hold their own names, `${NAME}`; places to fill in (`<NAME>`) too.
+    """
+    text = re.sub(r"(?<=[=/:\w\-\"'])<([A-Za-z][\w .|\-]*)>", lambda m: "\\${" + re.sub(r"\W", "_", m[1]) + "}", text)
+    names = set(re.findall(r"\$\{?([A-Za-z_]\w*)(?:\}|\b(?!\}|:?[-=+]))", text))
+    names |= set(re.findall(r"\$\{(\w+):?\?", text))
+    kept = {name for name in names if not re.search(rf"(?<!\w){name}\+?=|\b(for|read)\s+{name}\b", text)} - {"PWD", "HOME"}
+    defaulted = set(re.findall(r"\$\{(\w+):?[-=]", text))
+    placed = "".join(f"{name}='${{{name}}}'\n" for name in sorted(kept - defaulted))
+    text = re.sub(r">+[ \t]*[\"']?(?:/(?!dev/)|\$)[^\s;&|)]*", "> file", text)  # nothing is written elsewhere
+    whole = f"{_RECORDER}{placed}builtin set +e\n{text}\n"
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out"
+        with out.open("wb") as file, contextlib.suppress(subprocess.TimeoutExpired):  # a loop that waits
+            subprocess.run(
+                ["/bin/bash", "-c", f'exec 9>&{file.fileno()}; PATH=/nonexistent; W=$1; shift; eval "$W"', "bash", whole],
+                cwd=folder, env={"HOME": "/home"}, pass_fds=[file.fileno()], timeout=5, check=False,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        records = [record.strip("\0").split("\0") for record in out.read_text().split("\1\0")]
+    found = []
+    for words in records:
+        for i, word in enumerate(words):
+            if depth < 3 and " " in word and "train" in word and "python" in word:
+                found += bash_commands(word.removeprefix("--command=").removeprefix("--COMMAND="), depth + 1)
+            elif TRAINS.search(word) and (i == 0 or words[i - 1] in ("-m", "python", "python3") or word.endswith(".py")):
+                found.append(Command(word, tuple(words[i + 1 :])))
+                break
+    return found
+
+
+def _read(path: Path) -> dict[str, object]:
+    """Returns a YAML file with nested keys joined by dots; numbers as 1.e-5 are numbers."""
+    loader = yaml.SafeLoader(path.read_text())
+    loaded = loader.get_single_data()
+    return _flat(loaded or {})
+
+
+def _flat(words: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    found: dict[str, object] = {}
+    for name, value in words.items():
+        if isinstance(value, dict) and value and name in ("rl", "dpo", "lora"):
+            found |= _flat(value)  # whose words the command states without the block's name as well
+        else:
+            found[f"{prefix}{name}"] = value
+    return found
+
+
+def _chain(path: Path, configs: Path) -> dict[str, object]:
+    words = _read(path)
+    base = words.pop("base_config", None)
+    if not base:
+        return words
+    beside = path.parent / str(base)
+    return _chain(beside if beside.is_file() else configs / str(base), configs) | words
+
+
+def resolved(command: Command, configs: Path) -> dict[str, object]:
+    """Returns the settings of a command as MaxText merges them; raises FileNotFoundError for a file it does not have."""
+    arguments, module = list(command.arguments), re.sub(r"^.*?(?=maxtext\.)", "", command.program.removesuffix(".py").replace("/", "."))
+    if arguments and arguments[0].endswith(".yml"):
+        named = arguments.pop(0)
+        path = configs / re.sub(r"^.*configs/+|^.*post_train\W*/(?=sft)", "", re.sub("/+", "/", named))
+        if not path.is_file() and (configs / "post_train" / Path(named).name).is_file():
+            path = configs / "post_train" / Path(named).name
+    else:
+        path = configs / modules_of(configs / "pyconfig.py").get(module, "base.yml")
+    words = typed_defaults(configs / "types.py") | _chain(path, configs)
+    own: dict[str, object] = {}
+    for word in arguments:
+        name, is_set, value = word.partition("=")
+        if is_set:
+            try:
+                own[re.sub(r"^-+|^(rl|dpo|lora)\.", "", name)] = yaml.safe_load(value)
+            except yaml.YAMLError:
+                own[name] = value
+    model = str((words | own).get("model_name") or "default").replace("-Instruct", "")
+    file = configs / "models" / f"{model}.yml"
+    of_model = _read(file) if model != "default" and file.is_file() else {}
+    found = words | of_model | own | {"MODULE": module.rpartition(".")[2]}
+    if "dataset_type" not in own and words.get("dataset_type") == "synthetic" and ("dataset_path" in own or "dataset_name" in own):
+        found["dataset_type"] = "tfds"  # what such a command means, which the table says: the default before 0.2.5
+    return _scaled(found)
+
+
+def _scaled(words: dict[str, object]) -> dict[str, object]:
+    """Multiplies the dimensions by global_parameter_scale, a power of 2: heads and MLP first, then width, then layers."""
+    power = int(float(str(words.get("global_parameter_scale") or 1))).bit_length() - 1
+    powers = {"base_num_query_heads": 2, "base_num_kv_heads": 2, "base_mlp_dim": 2, "base_emb_dim": 1, "base_num_decoder_layers": 0}
+    return words | {name: int(str(words[name])) << (power + late) // 3 for name, late in powers.items()}
+
+
+def _number(value: object) -> object:
+    try:
+        return float(str(value))
+    except ValueError:
+        return str(value)
+
+
+def differences(there: Mapping[str, object], ours: Mapping[str, object], stated: Mapping[str, str]) -> list[str]:
+    """Returns what a command trains there and not here, in words."""
+    is_rl = there["MODULE"] == "train_rl"
+    pairs = [
+        ("task", _task(there), "rl" if "batch_size" in stated else "pairs" if ours["use_dpo"] else "sft" if ours["use_sft"] else "text"),
+        ("max_target_length", there["max_target_length"], ours["max_target_length"]),
+        ("learning_rate", there["learning_rate"], ours["learning_rate"]),
+        ("warmup_steps_fraction", there["warmup_steps_fraction"], ours["warmup_steps_fraction"]),
+        ("adam_b2", there["adam_b2"], ours["adam_b2"]),
+        ("adam_weight_decay", there["adam_weight_decay"], ours["adam_weight_decay"]),
+        ("gradient_clipping_threshold", there["gradient_clipping_threshold"], ours["gradient_clipping_threshold"]),
+    ]  # fmt: skip
+    if is_rl:
+        updates = 1.0
+        for name in ("num_batches", "num_iterations", "train_fraction", "num_epoch"):
+            updates *= float(str(there[name]))
+        pairs += [("steps", max(1, int(updates)), ours["steps"])]
+        pairs += [(name, there[name], ours[name]) for name in ("batch_size", "num_generations")]
+    else:
+        names = ("steps", "gradient_accumulation_steps", "packing", "lr_schedule_type", "data_shuffle_seed")
+        pairs += [(name, there[name], ours[{"lr_schedule_type": "learning_rate_schedule"}.get(name, name)]) for name in names]
+        pairs += [("ramp", there["enable_rampup_batch_size"], ours["enable_rampup_batch_size"])]
+        pairs += [("per_device_batch_size", there["per_device_batch_size"], ours["per_device_batch_size"])]
+        kinds = {"synthetic": ("synthetic",), "tfds": ("arrayrecord",), "hf": ("parquet", "jsonl"), "grain": ("arrayrecord", "parquet")}
+        kind = str(there["dataset_type"])
+        pairs += [("dataset_type", kind, kind if ours["dataset_type"] in kinds.get(kind, ()) else ours["dataset_type"])]
+    pairs += [("adapters", bool(there.get("enable_lora")), bool(ours["lora_rank"]))]
+    pairs += [("parameters", bool(there.get("load_parameters_path")), bool(ours["load_parameters_path"]))]
+    pairs += [(name, there[name], ours[name]) for name in ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size", "num_experts")]
+    layers = float(str(there["base_num_decoder_layers"])) * (2 if there["decoder_block"] == "gemma2" else 1)
+    pairs += [("layers", layers, ours["base_num_decoder_layers"])]
+    return [f"{name}: {left} there, {right} here" for name, left, right in pairs if _number(left) != _number(right)]
+
+
+def _task(there: Mapping[str, object]) -> str:
+    module = str(there["MODULE"])
+    return {"train_rl": "rl", "train_distill": "distillation"}.get(
+        module, "pairs" if there.get("use_dpo") else "sft" if there.get("use_sft") else "text"
+    )
+
+
+class Outcome(NamedTuple):
+    """What became of one command: `imported`, `needs you`, `refused`, or `surprise`, and why."""
+
+    where: str
+    command: Command
+    became: str
+    why: str
+
+
+def outcomes(name: str, text: str, folder: Path, configs: Path) -> Iterator[Outcome]:
+    """Yields what becomes of each command of a script, which is written into `folder`."""
+    path = folder / (re.sub(r"\W", "_", name) + ".sh")
+    path.write_text(text)
+    shells = Counter(bash_commands(text))
+    try:
+        read = [command for words in shell.commands_of(path) if TRAINS.search((command := _command(words)).program)]
+        numbers = [i for i, words in enumerate(shell.commands_of(path), 1) if TRAINS.search(_command(words).program)]
+    except ConfigError as error:
+        read, numbers = [], []
+        if shells:
+            yield Outcome(name, Command("", ()), "surprise", f"not read: {error}")
+    for command in shells:
+        if not any(_is_same(command, other) for other in read):
+            yield Outcome(name, command, "surprise", "bash runs it, and the importer reads no such command")
+    for number, command in zip(numbers, read, strict=True):
+        yield Outcome(f"{name}#{number}", command, *_became(path, number, command, configs))
+
+
+def _is_same(left: Command, right: Command) -> bool:
+    """Returns whether two readings of a command are the same but for values that are unknown, or of programs' outputs."""
+    if Path(left.program).name != Path(right.program).name or len(left.arguments) != len(right.arguments):
+        return False
+    pairs = zip(left.arguments, right.arguments, strict=True)
+    return all(one == other or ("${" in other and one.partition("=")[0] == other.partition("=")[0]) or (one.endswith(".yml") and "=" not in one and Path(one).name == Path(other).name) for one, other in pairs)
+
+
+def _command(words: list[str]) -> Command:
+    arguments = shell.arguments_of(words)
+    return Command(words[max(0, len(words) - len(arguments) - 1)], tuple(arguments))
+
+
+def _became(path: Path, number: int, command: Command, configs: Path) -> tuple[str, str]:
+    try:
+        translation, _ = translated("maxtext", path, number)
+        refused = [f"{fate.word}={fate.value}: {fate.says}" for fate in translation.fates if fate.fate == UNSUPPORTED]
+        if refused:
+            return "refused", "; ".join(refused)
+        text = written(translation, path.name)
+    except ConfigError as error:
+        return "refused", str(error).replace(str(path), "FILE")
+    except Exception as error:  # whatever it is, it is a surprise
+        return "surprise", f"{type(error).__name__}: {error}"
+    run = path.with_suffix(".yml")
+    run.write_text(text)
+    try:
+        there = resolved(command, configs)
+    except FileNotFoundError as error:
+        return "surprise", f"MaxText has no such file: {error}"
+    found = differences(there, load_config(run), translation.settings)
+    if found:
+        return "surprise", "; ".join(found)
+    waits = [f"{fate.word}={fate.value}: {fate.says}" for fate in translation.fates if fate.fate == NEEDS_YOU]
+    return ("needs you", "; ".join(waits)) if waits else ("imported", "")
+
+
+def main() -> int:
+    """Prints the outcomes and how many of each there are."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("folders", nargs="*", default=FOLDERS)
+    parser.add_argument("--configs", type=Path, help="the folder maxtext/configs of the version")
+    parser.add_argument("--list", action="store_true", help="print each command")
+    args = parser.parse_args()
+    configs = (args.configs or args.checkout / "src/maxtext/configs").resolve()
+    counts: Counter[str] = Counter()
+    reasons: dict[str, list[str]] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "src" / "maxtext").mkdir(parents=True)
+        (Path(folder) / "src" / "maxtext" / "configs").symlink_to(configs)
+        for name, text in scripts(args.checkout, args.folders):
+            for outcome in outcomes(name, text, Path(folder), configs):
+                counts[outcome.became] += 1
+                if args.list:
+                    line = shlex.join([outcome.command.program, *outcome.command.arguments])
+                    print(f"{outcome.became}\t{outcome.where}\t{line}\n\t{outcome.why}")
+                elif outcome.became in ("refused", "surprise"):
+                    reasons.setdefault(f"{outcome.became}: {outcome.why}", []).append(outcome.where)
+    for reason, where in sorted(reasons.items(), key=lambda item: -len(item[1])):
+        print(f"{len(where)} {reason}\n    {', '.join(where)}")
+    print(f"{sum(counts.values())} commands: " + ", ".join(f"{count} {became}" for became, count in counts.most_common()))
+    return 1 if counts["surprise"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
