@@ -83,6 +83,15 @@ def test_what_is_imported_is_declared() -> None:
     assert missing <= {"maxbatch", *sys.stdlib_module_names}
 
 
+def test_pip_chooses_the_client_of_s3_before_the_boto3_of_an_emulator() -> None:
+    # aiobotocore allows a few releases of botocore and no newer ones. As a requirement of ours pip chooses it before
+    # boto3, in the order of names; as one of s3fs alone it comes after, and pip goes back through all its releases.
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert any(one.startswith("aiobotocore>=3.10") for one in extras["s3"])
+    assert {"maxbatch[gcs,s3]", "moto[server]>=5.2"} <= set(extras["emulators"])
+    assert any(one.startswith("maxbatch[emulators,") for one in extras["test"])
+
+
 def _imports(path: Path) -> list[str]:
     nodes = list(ast.walk(ast.parse(path.read_text())))
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
