@@ -1,6 +1,6 @@
 """Imports every training command of a checkout of MaxText, and compares each with a reading of its own.
 
-    python -m tests.helpers.maxtext_commands CHECKOUT [FOLDER ...] [--configs CONFIGS] [--list]
+    python -m tests.helpers.maxtext_commands CHECKOUT [FOLDER ...] [--configs CONFIGS] [--fill] [--list]
 
 CHECKOUT is a work tree of MaxText, FOLDERs are below it (default: docs, README.md, tests/end_to_end), CONFIGS is the
 `maxtext/configs` of the version that is compared with (default: src/maxtext/configs of the checkout). A page is the
@@ -35,10 +35,24 @@ from maxbatch.commands.import_config.command import translated, written
 from maxbatch.commands.import_config.translation import NEEDS_YOU, UNSUPPORTED
 from tests.helpers.maxtext_defaults import modules_of, typed_defaults
 
+# What `--fill` puts in place of what a reader fills in: by the end of a name, in this order.
+FILLED = {
+    "MODEL_NAME": "llama3.1-8b", "PRE_TRAINED_MODEL": "llama3.1-8b", "BUCKET": "my-bucket", "GCS_BUCKET": "gs://my-bucket",
+    "CKPT_PATH": "gs://my-bucket/run/0/items", "RESTORE_PATH": "gs://my-bucket/lora/0/items", "STEPS": "200",
+    "DATASET_PATH": "my-data", "MY_DATASET": "my-data", "DATA_PATH": "gs://my-data", "DATA_COLUMNS": "messages",
+    "TRAIN_SPLIT": "train", "DATASET_NAME": "HuggingFaceH4/ultrachat_200k", "LORA_RANK": "8", "LORA_ALPHA": "16",
+    "BATCH_SIZE": "2", "BATCH_SIZE_PER_DEVICE": "2", "LEARNING_RATE": "1e-5", "TARGET_LENGTH": "1024", "VALUE": "20",
+    "QUANTIZATION": "", "GCS_BUCKET_PATH": "gs://my-bucket", "CHECKPOINT_PERIOD": "100",
+    "TOKENIZER": "meta-llama/Llama-3.1-8B", "DPO_OR_ORPO": "orpo",
+    "QWEN3_480B_A35B": "qwen3-30b-a3b",
+}  # fmt: skip
 FOLDERS = ("docs", "README.md", "tests/end_to_end")
 # A module or a file of MaxText's that trains, started by Python.
-TRAINS = re.compile(r"(?:^|[./])trainers[./][\w./]*\b(train|train_compile|train_sft|train_sft_native|train_dpo|train_rl|train_distill)(?:\.py)?$")  # fmt: skip
+TRAINS = re.compile(
+    r"(?:^|[./])(?:trainers[./][\w./]*\btrain(?:_compile|_sft|_sft_native|_dpo|_rl|_distill)?|rl[./]grpo_trainer)(?:\.py)?$"
+)
 _BLOCK = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*(\w*)[^\n]*\n(.*?)^\1?\2[ \t]*$", re.M | re.S)
+_PLACE = re.compile(r"(?<=[=/:\w\-\"'])<([A-Za-z\"][\w .|\"\-]*|)>")
 _SHELLS = ("", "bash", "sh", "shell", "console", "text", "none")
 _RECORDER = r"""
 record() { { printf '%s\0' "$@"; printf '\1\0'; } >&9; return 0; }
@@ -47,6 +61,9 @@ cd() { :; }; source() { :; }; exec() { record "$@"; }; sleep() { :; }; read() { 
 python() { record python "$@"; }; python3() { record python3 "$@"; }
 mkdir() { :; }; date() { echo '${DATE}'; }; exit() { :; }; trap() { :; }; set() { :; };
 """
+
+
+_RUN = 'exec 9>&{}; PATH=/nonexistent; W=$1; shift; eval "$W"'
 
 
 class Command(NamedTuple):
@@ -94,15 +111,36 @@ def _fenced(text: str) -> Iterator[str]:
             yield "\n".join(re.sub(r"^\s*\$ ", "", line) for line in lines)
 
 
+def filled(text: str) -> str:
+    """Returns a script with values in place of what its reader fills in: `<NAME>`, and variables that it never sets."""
+
+    def value_of(found: re.Match[str]) -> str:
+        name = re.sub(r"\W+", "_", found[1]).strip("_").upper() or "VALUE"
+        known = [end for end in FILLED if name == end] or sorted((end for end in FILLED if name.endswith(end)), key=len)
+        return (
+            FILLED[known[-1]].removeprefix("gs://" if text[: found.start()].endswith("gs://") else "~")
+            if known
+            else found[0]
+        )
+
+    text = _PLACE.sub(value_of, text)
+    names = {name for name in re.findall(r"\$\{?([A-Za-z_]\w*)", text) if not re.search(rf"(?<!\w){name}\+?=", text)}
+    known = {name: value for name in names if (value := _PLACE.sub(value_of, f"=<{name}>")[1:])[:1] != "<"}
+    return "".join(f"{name}='{known[name]}'\n" for name in sorted(known)) + text
+
+
 def bash_commands(text: str, depth: int = 0) -> list[Command]:
     """Returns the commands that train, as bash reads a script in which no program runs.
 
     Variables that the script reads and never sets hold their own names, `${NAME}`; places to fill in (`<NAME>`) too.
     """
-    text = re.sub(r"(?<=[=/:\w\-\"'])<([A-Za-z][\w .|\-]*)>", lambda m: "\\${" + re.sub(r"\W", "_", m[1]) + "}", text)
+    text = _PLACE.sub(lambda m: "\\${" + (re.sub(r"\W+", "_", m[1]).strip("_") or "VALUE") + "}", text)
     names = set(re.findall(r"\$\{?([A-Za-z_]\w*)(?:\}|\b(?!\}|:?[-=+]))", text))
     names |= set(re.findall(r"\$\{(\w+):?\?", text))
-    kept = {name for name in names if not re.search(rf"(?<!\w){name}\+?=|\b(for|read)\s+{name}\b", text)} - {"PWD", "HOME"}
+    kept = {name for name in names if not re.search(rf"(?<!\w){name}\+?=|\b(for|read)\s+{name}\b", text)} - {
+        "PWD",
+        "HOME",
+    }
     defaulted = set(re.findall(r"\$\{(\w+):?[-=]", text))
     placed = "".join(f"{name}='${{{name}}}'\n" for name in sorted(kept - defaulted))
     text = re.sub(r">+[ \t]*[\"']?(?:/(?!dev/)|\$)[^\s;&|)]*", "> file", text)  # nothing is written elsewhere
@@ -111,7 +149,7 @@ def bash_commands(text: str, depth: int = 0) -> list[Command]:
         out = Path(folder) / "out"
         with out.open("wb") as file, contextlib.suppress(subprocess.TimeoutExpired):  # a loop that waits
             subprocess.run(
-                ["/bin/bash", "-c", f'exec 9>&{file.fileno()}; PATH=/nonexistent; W=$1; shift; eval "$W"', "bash", whole],
+                ["/bin/bash", "-c", _RUN.format(file.fileno()), "bash", whole],
                 cwd=folder, env={"HOME": "/home"}, pass_fds=[file.fileno()], timeout=5, check=False,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
@@ -121,7 +159,9 @@ def bash_commands(text: str, depth: int = 0) -> list[Command]:
         for i, word in enumerate(words):
             if depth < 3 and " " in word and "train" in word and "python" in word:
                 found += bash_commands(word.removeprefix("--command=").removeprefix("--COMMAND="), depth + 1)
-            elif TRAINS.search(word) and (i == 0 or words[i - 1] in ("-m", "python", "python3") or word.endswith(".py")):
+            elif TRAINS.search(word) and (
+                i == 0 or words[i - 1] in ("-m", "python", "python3") or word.endswith(".py")
+            ):
                 found.append(Command(word, tuple(words[i + 1 :])))
                 break
     return found
@@ -154,8 +194,11 @@ def _chain(path: Path, configs: Path) -> dict[str, object]:
 
 
 def resolved(command: Command, configs: Path) -> dict[str, object]:
-    """Returns the settings of a command as MaxText merges them; raises FileNotFoundError for a file it does not have."""
-    arguments, module = list(command.arguments), re.sub(r"^.*?(?=maxtext\.)", "", command.program.removesuffix(".py").replace("/", "."))
+    """Returns the settings of a command as MaxText merges them; raises FileNotFoundError without its file."""
+    arguments, module = (
+        list(command.arguments),
+        re.sub(r"^.*?(?=maxtext\.)", "", command.program.removesuffix(".py").replace("/", ".")),
+    )
     if arguments and arguments[0].endswith(".yml"):
         named = arguments.pop(0)
         path = configs / re.sub(r"^.*configs/+|^.*post_train\W*/(?=sft)", "", re.sub("/+", "/", named))
@@ -176,15 +219,25 @@ def resolved(command: Command, configs: Path) -> dict[str, object]:
     file = configs / "models" / f"{model}.yml"
     of_model = _read(file) if model != "default" and file.is_file() else {}
     found = words | of_model | own | {"MODULE": module.rpartition(".")[2]}
-    if "dataset_type" not in own and words.get("dataset_type") == "synthetic" and ("dataset_path" in own or "dataset_name" in own):
+    if (
+        "dataset_type" not in own
+        and words.get("dataset_type") == "synthetic"
+        and ("dataset_path" in own or "dataset_name" in own)
+    ):
         found["dataset_type"] = "tfds"  # what such a command means, which the table says: the default before 0.2.5
     return _scaled(found)
 
 
 def _scaled(words: dict[str, object]) -> dict[str, object]:
-    """Multiplies the dimensions by global_parameter_scale, a power of 2: heads and MLP first, then width, then layers."""
+    """Multiplies the dimensions by global_parameter_scale, 2^n: heads and MLP first, then width, then layers."""
     power = int(float(str(words.get("global_parameter_scale") or 1))).bit_length() - 1
-    powers = {"base_num_query_heads": 2, "base_num_kv_heads": 2, "base_mlp_dim": 2, "base_emb_dim": 1, "base_num_decoder_layers": 0}
+    powers = {
+        "base_num_query_heads": 2,
+        "base_num_kv_heads": 2,
+        "base_mlp_dim": 2,
+        "base_emb_dim": 1,
+        "base_num_decoder_layers": 0,
+    }
     return words | {name: int(str(words[name])) << (power + late) // 3 for name, late in powers.items()}
 
 
@@ -198,8 +251,9 @@ def _number(value: object) -> object:
 def differences(there: Mapping[str, object], ours: Mapping[str, object], stated: Mapping[str, str]) -> list[str]:
     """Returns what a command trains there and not here, in words."""
     is_rl = there["MODULE"] == "train_rl"
+    task = "rl" if "batch_size" in stated else "pairs" if ours["use_dpo"] else "sft" if ours["use_sft"] else "text"
     pairs = [
-        ("task", _task(there), "rl" if "batch_size" in stated else "pairs" if ours["use_dpo"] else "sft" if ours["use_sft"] else "text"),
+        ("task", _task(there), task),
         ("max_target_length", there["max_target_length"], ours["max_target_length"]),
         ("learning_rate", there["learning_rate"], ours["learning_rate"]),
         ("warmup_steps_fraction", there["warmup_steps_fraction"], ours["warmup_steps_fraction"]),
@@ -215,18 +269,35 @@ def differences(there: Mapping[str, object], ours: Mapping[str, object], stated:
         pairs += [(name, there[name], ours[name]) for name in ("batch_size", "num_generations")]
     else:
         names = ("steps", "gradient_accumulation_steps", "packing", "lr_schedule_type", "data_shuffle_seed")
-        pairs += [(name, there[name], ours[{"lr_schedule_type": "learning_rate_schedule"}.get(name, name)]) for name in names]
+        pairs += [
+            (name, there[name], ours[{"lr_schedule_type": "learning_rate_schedule"}.get(name, name)]) for name in names
+        ]
         pairs += [("ramp", there["enable_rampup_batch_size"], ours["enable_rampup_batch_size"])]
         pairs += [("per_device_batch_size", there["per_device_batch_size"], ours["per_device_batch_size"])]
-        kinds = {"synthetic": ("synthetic",), "tfds": ("arrayrecord",), "hf": ("parquet", "jsonl"), "grain": ("arrayrecord", "parquet")}
+        kinds = {
+            "synthetic": ("synthetic",),
+            "tfds": ("arrayrecord",),
+            "hf": ("parquet", "jsonl"),
+            "grain": ("arrayrecord", "parquet"),
+        }
         kind = str(there["dataset_type"])
         pairs += [("dataset_type", kind, kind if ours["dataset_type"] in kinds.get(kind, ()) else ours["dataset_type"])]
     pairs += [("adapters", bool(there.get("enable_lora")), bool(ours["lora_rank"]))]
     pairs += [("parameters", bool(there.get("load_parameters_path")), bool(ours["load_parameters_path"]))]
-    pairs += [(name, there[name], ours[name]) for name in ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "base_mlp_dim", "vocab_size", "num_experts")]
+    widths = ("base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "vocab_size", "num_experts")
+    pairs += [(name, there[name], ours[name]) for name in widths]
+    of_expert = ours["base_moe_mlp_dim"] if ours["base_moe_mlp_dim"] != -1 else ours["base_mlp_dim"]
+    mlp = _mlp(there)
+    pairs += [(mlp, there[mlp], ours[mlp] if mlp == "base_mlp_dim" else of_expert)]
     layers = float(str(there["base_num_decoder_layers"])) * (2 if there["decoder_block"] == "gemma2" else 1)
     pairs += [("layers", layers, ours["base_num_decoder_layers"])]
     return [f"{name}: {left} there, {right} here" for name, left, right in pairs if _number(left) != _number(right)]
+
+
+def _mlp(there: Mapping[str, object]) -> str:
+    """Returns the name of the width of the MLP: that of an expert where every layer has experts."""
+    dense = int(str(there["num_experts"])) == 1 or int(str(there["first_num_dense_layers"])) > 0
+    return "base_mlp_dim" if dense else "base_moe_mlp_dim"
 
 
 def _task(there: Mapping[str, object]) -> str:
@@ -265,11 +336,18 @@ def outcomes(name: str, text: str, folder: Path, configs: Path) -> Iterator[Outc
 
 
 def _is_same(left: Command, right: Command) -> bool:
-    """Returns whether two readings of a command are the same but for values that are unknown, or of programs' outputs."""
+    """Returns whether two readings of a command are the same but for values that are unknown."""
+    right = Command(right.program, tuple(word for word in right.arguments if not shell.UNSET.fullmatch(word)))
     if Path(left.program).name != Path(right.program).name or len(left.arguments) != len(right.arguments):
         return False
     pairs = zip(left.arguments, right.arguments, strict=True)
-    return all(one == other or ("${" in other and one.partition("=")[0] == other.partition("=")[0]) or (one.endswith(".yml") and "=" not in one and Path(one).name == Path(other).name) for one, other in pairs)
+    return all(_is_same_word(one.replace("'", ""), other.replace("'", "")) for one, other in pairs)
+
+
+def _is_same_word(one: str, other: str) -> bool:
+    """Returns whether a word is the same, its value is unknown to the importer, or both are a YAML file of one name."""
+    is_file = one.endswith(".yml") and "=" not in one and Path(one).name == Path(other).name
+    return one == other or is_file or ("$" in other and one.partition("=")[0] == other.partition("=")[0])
 
 
 def _command(words: list[str]) -> Command:
@@ -307,6 +385,7 @@ def main() -> int:
     parser.add_argument("checkout", type=Path)
     parser.add_argument("folders", nargs="*", default=FOLDERS)
     parser.add_argument("--configs", type=Path, help="the folder maxtext/configs of the version")
+    parser.add_argument("--fill", action="store_true", help="put values in place of what a reader fills in")
     parser.add_argument("--list", action="store_true", help="print each command")
     args = parser.parse_args()
     configs = (args.configs or args.checkout / "src/maxtext/configs").resolve()
@@ -316,7 +395,7 @@ def main() -> int:
         (Path(folder) / "src" / "maxtext").mkdir(parents=True)
         (Path(folder) / "src" / "maxtext" / "configs").symlink_to(configs)
         for name, text in scripts(args.checkout, args.folders):
-            for outcome in outcomes(name, text, Path(folder), configs):
+            for outcome in outcomes(name, filled(text) if args.fill else text, Path(folder), configs):
                 counts[outcome.became] += 1
                 if args.list:
                     line = shlex.join([outcome.command.program, *outcome.command.arguments])
@@ -325,7 +404,9 @@ def main() -> int:
                     reasons.setdefault(f"{outcome.became}: {outcome.why}", []).append(outcome.where)
     for reason, where in sorted(reasons.items(), key=lambda item: -len(item[1])):
         print(f"{len(where)} {reason}\n    {', '.join(where)}")
-    print(f"{sum(counts.values())} commands: " + ", ".join(f"{count} {became}" for became, count in counts.most_common()))
+    print(
+        f"{sum(counts.values())} commands: " + ", ".join(f"{count} {became}" for became, count in counts.most_common())
+    )
     return 1 if counts["surprise"] else 0
 
 

@@ -61,7 +61,11 @@ def main(folder: Path, version: str) -> None:
         print("\n".join([f"[{name}]", *_lines(folder / name)]))
     print("[types]")
     known = read_yaml(folder / "base.yml")
-    typed = {word: value for word, value in typed_defaults(folder / "types.py").items() if word not in known and word[0] != "_"}
+    typed = {
+        word: value
+        for word, value in typed_defaults(folder / "types.py").items()
+        if word not in known and word[0] != "_"
+    }
     print("\n".join(f"{word} {'' if value is None else value}".rstrip() for word, value in typed.items()))
     print("[models]")
     for file in sorted(folder.glob("models/*.yml")):

@@ -26,7 +26,14 @@ from maxbatch.commands.import_config.maxtext_model import MODEL_CHOICES, PRESET_
 from maxbatch.commands.import_config.maxtext_rl import is_rl, translate_rl
 from maxbatch.commands.import_config.prompts import without_balance
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
-from maxbatch.commands.import_config.shell import config_file_of, program_of, read_line, settings_of
+from maxbatch.commands.import_config.shell import (
+    UNSET,
+    config_file_of,
+    is_config_file,
+    program_of,
+    read_line,
+    settings_of,
+)
 from maxbatch.commands.import_config.steps import take_orbax
 from maxbatch.commands.import_config.translation import Displaced, NameOfFile, Stated, Translation
 from maxbatch.config.keys import Fixes
@@ -87,9 +94,14 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         words = _chain(path) if path.name != BASE else dict(read_yaml(path))
     else:
         line = read_line(path, command)
+        if len(files := [word for word in line if is_config_file(word)]) > 1:
+            both = " and ".join(map(shown, files[:2]))
+            raise ConfigError(f"{shown_path(path)}: a command has the words of {both}, and one config comes out")
         own = settings_of([word.lstrip("-") if "=" in word else word for word in line], shown_path(path))
         own = {name: _as_list(name, value) for name, value in own.items() if name not in ("m", "c")}
         named = config_file_of(line)
+        if bare := ", ".join(unset[1] for word in line if (unset := UNSET.fullmatch(word))):
+            notes.append(f"{shown_path(path)} does not set {bare}, which may hold words of the command: none are read")
         words, note = _words_of_file(path, named, program_of(path, command), "per_device_batch_size" in own)
         notes += [note] if note else []
         words = {word: value for word, value in words.items() if not _is_stated(word, own)}
@@ -386,9 +398,14 @@ def _adapters(t: Translation) -> None:
         t.refuse("lora_module_path", f"a pattern of {', '.join(named)}", is_essential=True)
     else:
         t.map("lora_module_path", lora_targets=",".join(found) if 0 < len(found) < len(named) else "all")
-    for word in ("lora_restore_path", "lora_weight_qtype", "lora_tile_size"):
+    is_dense = "the parameters below adapters have weight_dtype, not 8 or 4 bits"
+    reasons = {
+        "lora_restore_path": "adapters start anew: saved ones are not read",
+        "lora_weight_qtype": is_dense, "lora_tile_size": is_dense,
+    }  # fmt: skip
+    for word, why in reasons.items():
         if word in t:
-            t.refuse(word, "adapters that are new, over parameters of dtype", is_essential=True)
+            t.refuse(word, why, is_essential=True)
         elif t.is_left(word):
             t.ignore(word, "null says nothing")
 
@@ -455,8 +472,10 @@ def _program(t: Translation) -> None:
         t.map("num_pipeline_repeats", "layers / (stages x layers of a stage)", num_pipeline_repeats=str(layers // each))
     if "num_layers_per_pipeline_stage" in t:
         t.ignore("num_layers_per_pipeline_stage", "num_pipeline_repeats says it")
-    if t.text("compiled_trainstep_file"):
-        t.refuse("compiled_trainstep_file", "maxbatch compile writes new programs for this config")
+    if "compiled_trainstep_file" in t:
+        t.ignore(
+            "compiled_trainstep_file", "a file of its programs; maxbatch compile writes others, which train the same"
+        )
 
 
 def _remat(t: Translation) -> None:

@@ -7,6 +7,7 @@ import re
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.steps import take_tokenizer
 from maxbatch.commands.import_config.translation import Translation
+from maxbatch.config.loading import keys
 
 _DATA_WORDS = (
     "dataset_path", "dataset_name", "eval_dataset_name", "train_split", "eval_split", "hf_path", "hf_name",
@@ -14,6 +15,8 @@ _DATA_WORDS = (
     "grain_file_type", "tokenizer_path", "tokenizer_type", "train_data_columns", "eval_data_columns", "add_bos",
     "add_eos", "tokenize_train_data", "tokenize_eval_data",
 )  # fmt: skip
+
+_PIPELINES = {"olmo": "olmo_grain", "grain": "grain", "hf": "hf"}  # whose words begin so
 
 
 def translate_data(t: Translation) -> None:
@@ -76,6 +79,9 @@ def _pairs(t: Translation, columns: list[str]) -> None:
         return
     if set(columns) in ({"chosen", "rejected"}, {"prompt", "chosen", "rejected"}):
         t.ignore("train_data_columns", "records with chosen and rejected, and perhaps prompt, are read as they are")
+    elif len(columns) == 3 and {"chosen", "rejected"} < set(columns):
+        prompt = next(column for column in columns if column not in ("chosen", "rejected"))
+        t.need("train_data_columns", f"rename the field {prompt} of the records to prompt")
     else:
         t.refuse("train_data_columns", "chosen and rejected, and perhaps prompt", is_essential=True)
 
@@ -87,14 +93,20 @@ def _rows(t: Translation, kind: str) -> None:
             t.map("use_truncation", overlong="truncate")
         else:
             t.ignore("use_truncation", "its default; here a document longer than a row is split, so no token is lost")
-    if "chat_template" in t and not t.is_true("use_sft"):
-        t.ignore("chat_template", "use_sft=false: documents are text")
-    elif "chat_template" in t:
-        t.need("chat_template", "put it into chat_template.jinja beside the tokenizer")
-    if kind != "olmo_grain":
-        for word in t.left():
-            if word.startswith("olmo_"):
-                t.ignore(word, f"dataset_type={kind} does not read it")
+    take_template(t, is_read=t.is_true("use_sft") or t.is_true("use_dpo"))
+    for word in t.left():
+        pipeline = word.partition("_")[0]
+        if _PIPELINES.get(pipeline, kind) != kind and word in t and word not in (*keys(), "hf_access_token"):
+            t.ignore(word, f"dataset_type={kind} does not read it")
+
+
+def take_template(t: Translation, is_read: bool) -> None:
+    """Takes the template of a chat, as a text or as a file."""
+    for word in ("chat_template", "chat_template_path"):
+        if word in t and is_read:
+            t.need(word, "put its text into chat_template.jinja beside the tokenizer")
+        elif word in t:
+            t.ignore(word, "documents are text, without a chat's template")
 
 
 def _synthetic(t: Translation, is_eval: bool) -> None:

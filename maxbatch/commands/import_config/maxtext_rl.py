@@ -9,6 +9,7 @@ import math
 from fractions import Fraction
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.commands.import_config.maxtext_data import take_template
 from maxbatch.commands.import_config.steps import take_tokenizer
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import keys
@@ -28,7 +29,10 @@ _DEFAULTS = {"batch_size": "1", "num_generations": "2", "num_iterations": "1", "
 _BLOCK = "rl."
 _PAIRS = "pairs per chunk; the update does not depend on it"
 # Words that change what is trained unless they have one of these values.
-_ONLY = {"use_agentic_rollout": ("false",), "system_prompt": ("", "null")}
+_ONLY = {
+    "use_agentic_rollout": (("false",), "no agents: a response is sampled in one go"),
+    "system_prompt": (("", "null"), "none: prompt_template makes the prompt"),
+}
 
 
 def is_rl(t: Translation) -> bool:
@@ -52,11 +56,11 @@ def translate_rl(t: Translation) -> None:
     _rewards(t)
     if "load_balance_loss_weight" in t:
         t.ignore("load_balance_loss_weight", "its reinforcement learning adds no loss of a router")
-    for name, values in _ONLY.items():
+    for name, (values, why) in _ONLY.items():
         if t.is_left(name) and t.text(name).lower() in values:
             t.ignore(name, "that is so here")
         elif t.is_left(name):
-            t.refuse(name, f"{values[0] or 'none'} only", is_essential=True)
+            t.refuse(name, why, is_essential=True)
 
 
 def _batch(t: Translation) -> None:
@@ -161,6 +165,7 @@ def _data(t: Translation) -> None:
         take_tokenizer(t, "tokenizer_path", t.text("tokenizer_path"))
     t.settings.setdefault("tokenizer_type", "huggingface")
     t.settings.setdefault("tokenizer_path", f"tokenizers/{t.text('model_name') or 'default'}")
+    take_template(t, is_read=True)
     step = "prompt_template is the text of a prompt, with {question} and other fields of a record"
     t.need("data_template_path", step, prompt_template="{question}")
     for word in t.left():

@@ -18,7 +18,7 @@ _VARIABLE = re.compile(r"\$(?:(\w+)|\{(\w+)(?:(:?)([-=?+])|(?=\})))")
 _OUTPUT = re.compile(r"\$\(\s*(?!\()(\w+)[^()]*\)|`\s*(\w+)[^`]*`")  # $(date +%F)
 _PYTHON = re.compile(r"python[\d.]*\b[^\n;&|]*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^\s*\2[ \t]*$", re.M | re.S)  # a heredoc
 _OF_MAXTEXT = re.compile(r"(^|[./])(maxtext|tests)[./]", re.I)  # its modules, and its checks
-_PLACE = re.compile(r"(?<=[=/:\w\-\"'])<([A-Za-z][\w .|\-]*)>")  # gs://<MY-BUCKET>, to be filled in
+_PLACE = re.compile(r"(?<=[=/:\w\-\"'])<([A-Za-z\"][\w .|\"\-]*|)>")  # gs://<MY-BUCKET>, to be filled in
 _NOT_OF_NAME = re.compile(r"\W+")
 _PLACED = re.compile("\ue000(\\w+)\ue001")  # such a place, by its name, which is no variable's
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
@@ -38,7 +38,7 @@ _ASSIGNED = re.compile(_NAME + r"(.*)$")
 _SETTING = re.compile(r"^[-+]{0,2}[A-Za-z_][\w.\-]*=")
 _BRANCH = re.compile(r"\s*(if|elif|then|else|fi)(?!\S)\s*(.*)$", re.S)
 _TEST = re.compile(r"\[\[?\s+(.*?)\s+\]\]?\s*$", re.S)
-_UNSET = re.compile(r"\$\{(\w+)\}")
+UNSET = re.compile(r"\$\{(\w+)\}")  # a word that is a variable, which the script does not set
 _PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py|\.sh\b")
 _TRL = re.compile(r"\s*(?:\w+=\S+\s+)*trl\s+(?:dpo|grpo|sft)\s")  # its own command
 _LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch")
@@ -169,6 +169,8 @@ class _Script:
                 if len(inner := self._words(line)) > 1:
                     self._take_command(inner, "")
             return
+        if words[0] in ("echo", "printf"):
+            return  # it is shown, not run
         has_settings = any(_SETTING.match(word) or word.startswith("--") for word in words)
         trains = any(re.search(r"train|\.yml|\.py|^trl$", word) or _OF_MAXTEXT.search(word) for word in words)
         if has_settings and trains and "install" not in words[:5]:
@@ -203,12 +205,17 @@ class _Script:
             return value
 
         def put_in(text: str, depth: int = 0) -> str:
-            parts, at = [], 0
+            parts, at = list[str](), 0
+            closings = _closings(text) if depth < _MOST_NESTED else {}
             while found := _VARIABLE.search(text, at):
                 name, end, word = found[1] or found[2], found.end(), ""
+                if found[2] and found.start() not in closings:
+                    parts.append(text[at:end])  # which has no end
+                    at = end
+                    continue
                 if found[2]:
-                    closing = _closing(text, end) if depth < _MOST_NESTED else -1
-                    word, end = (text[end:closing], closing + 1) if closing >= 0 else ("", end)
+                    closing = closings[found.start()]
+                    word, end = text[end:closing], closing + 1
                 value = self._variables.get(name)
                 if value == "" and found[3]:
                     value = None  # a colon takes an empty one as unset
@@ -274,7 +281,7 @@ class _Script:
         if test is None or "$(" in condition or "`" in condition:
             return None
         words = self._words(self._expand(test[1]))
-        words = ["" if (unset := _UNSET.fullmatch(word)) and unset[1] not in self._outputs else word for word in words]
+        words = ["" if (unset := UNSET.fullmatch(word)) and unset[1] not in self._outputs else word for word in words]
         if any("$" in word or "\ue000" in word for word in words):
             return None
         match words:
@@ -285,14 +292,16 @@ class _Script:
         return None
 
 
-def _closing(text: str, start: int) -> int:
-    """Returns the index of the brace that closes the one before `start`, or -1."""
-    depth = 1
-    for found in re.compile(r"\$\{|\}").finditer(text, start):
-        depth += 1 if found[0] == "${" else -1
-        if depth == 0:
-            return found.start()
-    return -1
+def _closings(text: str) -> dict[int, int]:
+    """Returns where the brace is that closes each `${`."""
+    found: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in re.finditer(r"\$\{|\}", text):
+        if brace[0] == "${":
+            opened.append(brace.start())
+        elif opened:
+            found[opened.pop()] = brace.start()
+    return found
 
 
 def _named(word: str) -> str:
@@ -319,7 +328,7 @@ def _lines(text: str) -> Iterator[str]:
         return found[0] if found["whole"] else " " if found["to"] else "\n"
 
     text = re.sub(r"\\[ \t\r]*\n", " ", _PYTHON.sub("", text))
-    text = _PLACE.sub(lambda found: "\ue000" + _NOT_OF_NAME.sub("_", found[1]) + "\ue001", text)
+    text = _PLACE.sub(lambda found: f"\ue000{_NOT_OF_NAME.sub('_', found[1]).strip('_') or 'VALUE'}\ue001", text)
     text = _QUOTE_OR_COMMENT.sub(joined, text)
     for line in _ARRAY.sub(lambda found: found[0].replace("\n", " "), text).split("\n"):
         yield from [line] if _ARRAY.match(line) else _PARTS.sub(parted, line).split("\n")
@@ -382,4 +391,9 @@ def settings_of(words: list[str], where: str) -> dict[str, Stated]:
 
 def config_file_of(words: list[str]) -> str | None:
     """Returns the YAML file that a command names, if it does."""
-    return next((word for word in words if re.search(r"\.ya?ml$", word) and "=" not in word), None)
+    return next(filter(is_config_file, words), None)
+
+
+def is_config_file(word: str) -> bool:
+    """Returns whether a word of a command is a YAML file."""
+    return re.search(r"\.ya?ml$", word) is not None and "=" not in word

@@ -188,8 +188,10 @@ class Translation:
 
     def refuse(self, word: str, why: str, is_essential: bool = False) -> None:
         """Takes a word that has no counterpart and would change training; an essential one is never left out."""
-        unset = _unset(self.items(word))
-        self._tell(word, UNSUPPORTED, f"the file does not set {unset}; {why}" if unset else why, is_essential)
+        if unset := _unset([*self.items(word), why]):
+            rest = "" if _VARIABLE.search(why) else f"; {why}"
+            why = f"the file does not set {unset}: put a line with its value before the command{rest}"
+        self._tell(word, UNSUPPORTED, why, is_essential)
 
     def finish(self) -> None:
         """Takes all remaining words by the table of words."""

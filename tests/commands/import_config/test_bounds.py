@@ -21,6 +21,7 @@ COSTLY = {
     "values.yml": (f"a: [{'1,' * 100_000}]", "holds more than 20,000 values"),
     "doubles.sh": ("A=xxxxxxxx\n" + "A=$A$A\n" * 60 + f"{TRAIN} --x $A\n", "a command has more than 65,536"),
     "expands.sh": ("A=" + "x" * 60_000 + "\n" + "$A\n" * 100, "variables become more than 1,048,576 characters"),
+    "defaults.sh": ("${A:-" * 30_000, "a command has more than 65,536"),
     "arrays.sh": ("A=(x)\n" + "A+=(${A[@]} ${A[@]})\n" * 60 + TRAIN, "a command has more than 65,536"),
     "lines.sh": ("a\n" * 30_000, "more than 20,000 commands"),
     "parts.sh": ("a;" * 30_000, "more than 20,000 commands"),

@@ -9,12 +9,15 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 
 from maxbatch import ConfigError, load_config
 from maxbatch.commands.import_config import maxtext_defaults
 from maxbatch.commands.import_config.command import translated, written
 from maxbatch.commands.import_config.maxtext_defaults import file_of_module, values_of
+from maxbatch.commands.import_config.shell import commands_of
 from tests.helpers.imports import imported
+from tests.helpers.maxtext_commands import bash_commands, differences
 
 TRAINERS = "maxtext.trainers.post_train"
 NAMED = "model_name=llama3.1-8b base_output_directory=runs run_name=a"
@@ -145,6 +148,115 @@ def test_variables_are_read_as_a_shell_reads_them(tmp_path: Path) -> None:
     files = fates["grain_train_files"]
     assert files.fate == "needs you" and "does not set DATA, SHARDS, DATE" in files.says
     assert 'load_parameters_path="gs://b/x-${DATE}/0/items"' in fates["load_parameters_path"].says
+
+
+def words_of(path: Path, script: str) -> list[list[str]]:
+    path.write_text(script)
+    return [words[words.index("maxtext.trainers.pre_train.train") + 1 :] for words in commands_of(path)]
+
+
+DEFAULTS = """
+A=1
+EMPTY=
+python3 -m maxtext.trainers.pre_train.train steps=${B:-${C:-$A}2} max_target_length=${EMPTY:-64}${EMPTY-65} \\
+    run_name=a${A:+b}${B:+c} learning_rate=${D=0.5} adam_b1=${D}
+"""
+SUMS = """
+USE=1
+python3 -m maxtext.trainers.pre_train.train steps=$((1 - USE)) eval_steps=$((2 * 3 + $USE)) log_period=$((1 - MORE))
+"""
+SHOWN = """
+CMD="python3 -m maxtext.trainers.pre_train.train steps=3"
+echo $CMD
+$CMD
+"""
+PLACES = """
+export DATA=gs://<DATA>/x
+KIND=<"dpo" or "orpo">
+EVERY=<>
+python3 -m maxtext.trainers.pre_train.train dataset_path=$DATA/$DATA dpo.algo=$KIND checkpoint_period=$EVERY \\
+    model_name=<a|b>
+"""
+BRANCHES = """
+KIND=grain
+if [ -z "${4}" ]; then
+    ATTENTION=auto
+fi
+if [ "$KIND" == "hf" ]
+then
+    DATA="dataset_type=hf hf_path=a"
+elif [[ "$KIND" == "grain" ]]; then
+    DATA="dataset_type=grain"
+    if [ -n "$OTHER" ]; then DATA="dataset_type=other"; else MORE=packing=false; fi
+else
+    DATA="dataset_type=tfds"
+fi
+if grep -q x file; then
+    ASKED=true
+fi
+python3 -m maxtext.trainers.pre_train.train attention=$ATTENTION $DATA $MORE run_name=$ASKED
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        (DEFAULTS, "steps=12 max_target_length=64 run_name=ab learning_rate=0.5 adam_b1=0.5"),
+        (SHOWN, "steps=3"),
+        (SUMS, "steps=0 eval_steps=7 log_period=$((1-MORE))"),
+        (PLACES, "dataset_path=gs://${DATA}/x/gs://${DATA}/x dpo.algo=${dpo_or_orpo} checkpoint_period=${VALUE} "
+                 "model_name=${a_b}"),
+        (BRANCHES, "attention=auto dataset_type=grain packing=false run_name=true"),
+    ],
+)  # fmt: skip
+def test_a_script_is_read_as_bash_reads_it(tmp_path: Path, script: str, words: str) -> None:
+    assert words_of(tmp_path / "run.sh", script) == [words.split()]
+
+
+@pytest.mark.parametrize(
+    "script", [DEFAULTS, SUMS.replace("MORE", "0"), f"OTHER=\n{BRANCHES.replace('grep', 'python3')}"]
+)
+def test_the_count_of_maxtexts_commands_takes_the_words_of_bash(tmp_path: Path, script: str) -> None:
+    assert [list(command.arguments) for command in bash_commands(script)] == words_of(tmp_path / "run.sh", script)
+
+
+def test_a_command_with_two_configs_is_refused(tmp_path: Path) -> None:
+    line = "python3 src/maxtext/experimental/rl/grpo_trainer.py a.yml run_name=a b.yml run_name=b\n"
+    (tmp_path / "run.sh").write_text(line)
+    with pytest.raises(ConfigError, match=r"the words of a\.yml and b\.yml"):
+        translated("maxtext", tmp_path / "run.sh")
+
+
+def test_a_variable_that_may_hold_words_of_the_command_is_named(tmp_path: Path) -> None:
+    (tmp_path / "run.sh").write_text(f"python3 -m {TRAINERS}.sft.train_sft model_name=llama3.1-8b $EXTRA\n")
+    assert "does not set EXTRA" in " ".join(translated("maxtext", tmp_path / "run.sh")[1])
+
+
+@pytest.mark.parametrize(
+    ("program", "word", "value", "fate"),
+    [
+        ("pre_train.train", "compiled_trainstep_file", "x.pickle", "ignored"),
+        ("post_train.sft.train_sft", "grain_file_type", "parquet", "ignored"),
+        ("post_train.sft.train_sft", "chat_template_path", "a.json", "needs you"),
+        ("post_train.rl.train_rl", "chat_template_path", "a.json", "needs you"),
+        ("post_train.dpo.train_dpo", "train_data_columns", "['input','chosen','rejected']", "needs you"),
+        ("post_train.dpo.train_dpo", "train_data_columns", "['input','better','worse']", "not supported"),
+    ],
+)
+def test_words_of_maxtexts_commands(tmp_path: Path, program: str, word: str, value: str, fate: str) -> None:
+    line = f"python3 -m maxtext.trainers.{program} model_name=llama3.1-8b {word}={value}\n"
+    (tmp_path / "run.sh").write_text(line)
+    fates = {fate.word: fate.fate for fate in translated("maxtext", tmp_path / "run.sh")[0].fates}
+    assert fates[word] == fate
+
+
+def test_a_command_that_becomes_another_one_is_counted_as_a_surprise() -> None:
+    there = {word: yaml.safe_load(str(value)) for word, value in yaml.safe_load(table("base.yml")).items() if value}
+    there |= {"MODULE": "train_sft", "use_sft": True, "learning_rate": "2e-5"}
+    ours = load_config(overrides=["model_name=llama3.1-8b", "learning_rate=3e-5", "steps=150001"])
+    found = differences(there, ours, {})
+    assert {"task: sft there, text here", "learning_rate: 2e-5 there, 3e-05 here"} < set(found)
+    assert not any(line.startswith(("steps", "packing", "ramp")) for line in found)
 
 
 @pytest.mark.parametrize(
