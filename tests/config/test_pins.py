@@ -89,10 +89,9 @@ def test_a_resume_names_each_key_that_changes_the_run_and_no_other(tmp_path: Pat
 
 def test_another_start_of_a_run_that_goes_on_is_told() -> None:
     now = load_config(overrides=["load_parameters_path=runs/other"])
-    assert changed_since(DEFAULTS, now) == {
-        "load_parameters_path": 'load_parameters_path: "" before, runs/other now: changes nothing: the run goes on from '
-        "its own checkpoint"
-    }
+    said = "changes nothing: the run goes on from its own checkpoint"
+    line = f'load_parameters_path: "" before, runs/other now: {said}'
+    assert changed_since(DEFAULTS, now) == {"load_parameters_path": line}
 
 
 def test_the_config_of_a_run_is_read_back_without_the_environment(

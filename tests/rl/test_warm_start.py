@@ -8,9 +8,9 @@ import jax
 import pytest
 
 from maxbatch import load_config
+from maxbatch.config.loading import configs_dir
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl.warm_start import warm_start_folder, warm_up
-from maxbatch.config.loading import configs_dir
 
 
 def test_worked_examples_that_no_checkpoint_was_trained_on_are_written_anew(
