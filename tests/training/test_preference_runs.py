@@ -138,7 +138,7 @@ def test_a_resume_that_is_refused_for_its_reference_or_its_held_out_pairs_writes
     assert written() == before
     gone = (*QUICK, "eval_interval=1", f"eval_dataset_path={tmp_path}/none.jsonl")
     for name, refused in (("refused", gone), ("refused", (*QUICK, "eval_interval=1", "early_stopping_patience=1"))):
-        with pytest.raises(ConfigError, match="no such file or folder|nothing is held out"):
+        with pytest.raises(ConfigError, match=r"no such file or folder|nothing is held out"):
             run(name, 1, "steps=3", *refused)
         assert written() == before
     with pytest.raises(ConfigError, match="no such file or folder"):
