@@ -240,21 +240,25 @@ class _Script:
         return _OUTPUT.sub(output, text)
 
     def _sum(self, found: re.Match[str]) -> str:
-        """Returns a sum of products of integers, by themselves or as variables; what has others keeps no blanks."""
-        terms, at = [0], 0
-        sign = 1
+        """Returns a sum of products of integers, by themselves or as variables, that a shell's 64 bits hold.
+
+        What has others stays as it is, but for its blanks.
+        """
+        terms, at, sign = [0], 0, 1
+        unread = re.sub(r"\s", "", found[0])
         while at < len(found[1]):
             term = _TERM.match(found[1], at)
             text = "" if term is None else term[2] or self._variables.get(term[3], "").strip()
             if term is None or not _INTEGER.fullmatch(text) or (term[1] == "") != (at == 0):
-                return re.sub(r"\s", "", found[0])
+                return unread
             if term[1] == "*":
                 terms[-1] *= int(text)
             else:
                 sign = -1 if term[1] == "-" else 1
                 terms.append(sign * int(text))
             at = term.end()
-        return str(sum(terms))
+        total = sum(terms)
+        return str(total) if abs(total) < 2**63 else unread
 
     def _taken(self, line: str) -> str:
         """Returns what of a line is read: nothing in a branch of an `if` that a shell does not take."""

@@ -165,6 +165,11 @@ SUMS = """
 USE=1
 python3 -m maxtext.trainers.pre_train.train steps=$((1 - USE)) eval_steps=$((2 * 3 + $USE)) log_period=$((1 - MORE))
 """
+LONG = "*".join("A" * 255)
+WIDE = f"""
+A=999999999999999999
+python3 -m maxtext.trainers.pre_train.train steps=$((A * 9)) eval_steps=$((A * 10)) log_period=$(({LONG}))
+"""
 SHOWN = """
 CMD="python3 -m maxtext.trainers.pre_train.train steps=3"
 echo $CMD
@@ -204,6 +209,7 @@ python3 -m maxtext.trainers.pre_train.train attention=$ATTENTION $DATA $MORE run
         (DEFAULTS, "steps=12 max_target_length=64 run_name=ab learning_rate=0.5 adam_b1=0.5"),
         (SHOWN, "steps=3"),
         (SUMS, "steps=0 eval_steps=7 log_period=$((1-MORE))"),
+        (WIDE, f"steps=8999999999999999991 eval_steps=$((A*10)) log_period=$(({LONG}))"),
         (PLACES, "dataset_path=gs://${DATA}/x/gs://${DATA}/x dpo.algo=${dpo_or_orpo} checkpoint_period=${VALUE} "
                  "model_name=${a_b}"),
         (BRANCHES, "attention=auto dataset_type=grain packing=false run_name=true"),
