@@ -1,6 +1,10 @@
 "use strict";
 // Draws the page's figures. Run figures share their runs' columns; the reader chooses the x axis, zoom goes along.
 (async () => {
+  if (!window.DecompressionStream) {
+    for (const plot of document.querySelectorAll(".plot")) plot.textContent = "Plots need a browser of 2023 or newer.";
+    return;
+  }
   await unpack();
   const { runs, figures } = JSON.parse(document.getElementById("page-data").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");

@@ -60,6 +60,18 @@ def test_a_page_with_every_kind_of_figure_opens_without_a_console_error() -> Non
     assert (drawn["a", "eval_loss"]["x"], drawn["a", "eval_loss"]["y"]) == ([10, 20, 30], [0.1, 0.05, 1 / 30])
 
 
+def test_a_browser_that_cannot_unpack_the_plots_says_so() -> None:
+    write_run(Path("a"), 3)
+    make_page([Path("a")]).write(Path("page.html"))
+    Path("old.html").write_text(
+        Path("page.html").read_text().replace("<head>", "<head><script>delete window.DecompressionStream</script>")
+    )
+    shown, console = ask(
+        Path("old.html").resolve(), 'return [...document.querySelectorAll(".plot")].map((plot) => plot.textContent)'
+    )
+    assert console == [] and set(shown) == {"Plots need a browser of 2023 or newer."}
+
+
 def test_hovering_shows_the_exact_values_of_metrics() -> None:
     records = write_run(Path("a"), 12, eval_loss=lambda step: 1 / 3 if step == 12 else ...)
     make_page([Path("a")]).write(Path("page.html"))
