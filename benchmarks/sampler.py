@@ -59,7 +59,7 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
 
         def next_token(position: jax.Array, tokens_BxL: jax.Array) -> jax.Array:
             segments_BxL = jnp.broadcast_to(jnp.arange(length) < position, tokens_BxL.shape).astype(jnp.int32)
-            x_BxD = decoder.hidden(tokens_BxL, segments_BxL)[:, position - 1]
+            x_BxD = decoder.hidden(tokens_BxL, segments_BxL).x_MxLxD[:, position - 1]
             logits_BxV = x_BxD @ decoder.output_projection()
             return tokens_BxL.at[:, position].set(jnp.argmax(logits_BxV[:, :256], axis=1).astype(jnp.int32))
 

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +40,13 @@ from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.parallel.trees import State
 
 _STREAM = ("batch", "length", "embed")
+
+
+class Hidden(NamedTuple):
+    """The stream of a micro-batch after the final norm, with the routing sums of every layer's experts."""
+
+    x_MxLxD: jax.Array  # in the compute dtype
+    sums: RoutingSums | None  # a row per layer; None without experts
 
 
 class LayerRunner(Protocol):
@@ -189,20 +196,16 @@ class Decoder(nnx.Module):
         self.layer_runner = layer_runner
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-        """Returns the logits of the token after each, float32[M, L, V]; `hidden_and_sums` has the arguments."""
-        return self.logits(self.hidden(tokens_MxL, segments_MxL))
+        """Returns the logits of the token after each, float32[M, L, V]; `hidden` has the arguments."""
+        return self.logits(self.hidden(tokens_MxL, segments_MxL).x_MxLxD)
 
     def logits(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns the logits of the token after each, float32[M, L, V], from the stream after the final norm."""
         w_DxV = self.output_projection().astype(x_MxLxD.dtype)
         return jnp.einsum("mld,dv->mlv", x_MxLxD, w_DxV, preferred_element_type=jnp.float32)
 
-    def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
-        """Returns the stream after the final norm, [M, L, D] in `dtype`; `hidden_and_sums` has the arguments."""
-        return self.hidden_and_sums(tokens_MxL, segments_MxL)[0]
-
-    def hidden_and_sums(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> tuple[jax.Array, RoutingSums | None]:
-        """Returns the stream after the final norm, [M, L, D] in `dtype`, and the sums of all layers' experts, if any.
+    def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> Hidden:
+        """Returns the stream after the final norm, and the routing sums of all layers.
 
         Tokens are in [0, V). A token sees the tokens before it of its own segment, and only those.
         """
@@ -232,9 +235,9 @@ class Decoder(nnx.Module):
             run = partial(_run_layers, layers_of(layerdef), self.scan_layers)
             x_MxLxD, sums = self.layer_runner(run, self._stacked(parameters, order), x_MxLxD, slots)
             sums = jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums)
-            return self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums
+            return Hidden(self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums)
         x_MxLxD, sums = plainly(layerdef, x_MxLxD, self._stacked(parameters))
-        return self.final_norm(x_MxLxD), sums
+        return Hidden(self.final_norm(x_MxLxD), sums)
 
     def empty_cache(self, num_rows: int, length: int) -> Cache:
         """Returns a cache in the compute dtype with room for `length` tokens in each of B rows."""
@@ -251,7 +254,7 @@ class Decoder(nnx.Module):
     def hidden_with_cache(
         self, tokens_BxT: jax.Array, positions_BxT: jax.Array, cache: Cache, limits_B: jax.Array | None = None
     ) -> tuple[jax.Array, Cache]:
-        """Returns `hidden` of T more tokens of each row, [B, T, D], and the cache with them in it.
+        """Returns the stream after the final norm of T more tokens of each row, [B, T, D], and the cache with them.
 
         A token sees those before it in its row, which is one document from its start and whose slots are in the cache.
         The layers run in a plain loop, and experts without a capacity.

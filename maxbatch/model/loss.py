@@ -91,7 +91,7 @@ def loss_sums(
     `weights_MxL[:, t]` is the weight of token t as a target, so `weights_MxL[:, 0]` is 0. A token's segment is the
     document that it belongs to, 0 for padding. Both sums are float32 scalars.
     """
-    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
+    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL).x_MxLxD
     return loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards)
 
 
@@ -120,7 +120,7 @@ def token_logprobs(
 
     Logits exist for one piece of the length at a time and are recomputed in the backward pass. Softmax is float32.
     """
-    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
+    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL).x_MxLxD
     return token_logprobs_of(decoder, x_MxLxD, tokens_MxL, batch_shards=batch_shards)
 
 

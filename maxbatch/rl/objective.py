@@ -111,10 +111,10 @@ def policy_objective(config: RLConfig) -> Objective:
     """Returns the objective of `maxbatch rl`, over rows that are `Pairs`."""
 
     def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> ObjectiveSums:
-        x_MxLxD, routing = decoder.hidden_and_sums(pairs.tokens_MxL, pairs.segments_MxL)
+        x_MxLxD, routing = decoder.hidden(pairs.tokens_MxL, pairs.segments_MxL)
         scores = token_logprobs_of(decoder, x_MxLxD, pairs.tokens_MxL, batch_shards=batch_shards)
         loss, weight, others = pair_losses(scores.logprobs_MxL, pairs, config)
         entropy = jnp.sum(jax.lax.stop_gradient(scores.entropies_MxL) * pairs.weights_MxL)
-        return loss, weight, {**others, "entropy": entropy}, routing
+        return ObjectiveSums(loss, weight, {**others, "entropy": entropy}, routing)
 
     return Objective(sums, (*SUMS, "kl") if config.grpo_beta else SUMS)

@@ -61,7 +61,8 @@ class Evaluator:
 
         def eval_step(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
-            return objective.sums(model.module(model.staged(params)), rows, model.row_shards)[:2]
+            found = objective.sums(model.module(model.staged(params)), rows, model.row_shards)
+            return found.loss, found.weight
 
         self._jitted = jax.jit(eval_step, out_shardings=NamedSharding(mesh, P()))
         self._compiled: Future[jax.stages.Compiled] | None = None

@@ -174,7 +174,7 @@ def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: Model
             with _naming(f"the objective {_name(loss)} or the model that it calls, with rows of tokens int32{shape}"):
                 returned = loss(called, given)
             found = _checked(returned)
-        return *found, {}, called.routing if isinstance(called, _RoutedModel) else None
+        return ObjectiveSums(*found, {}, called.routing if isinstance(called, _RoutedModel) else None)
 
     return Objective(sums, make_model=make_model)
 
@@ -188,7 +188,7 @@ class _RoutedModel:
 
     def __call__(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
         """Returns the logits, float32[M, L, V]."""
-        x_MxLxD, found = self._decoder.hidden_and_sums(tokens_MxL, segments_MxL)
+        x_MxLxD, found = self._decoder.hidden(tokens_MxL, segments_MxL)
         assert found is not None, "it has experts"
         self._routing = found if self._routing is None else self._routing.plus(found)
         return self._decoder.logits(x_MxLxD)

@@ -57,7 +57,7 @@ class Scorer:
             params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array, targets_MxL: jax.Array
         ) -> tuple[jax.Array, jax.Array]:
             decoder = model.module(model.staged(params))
-            x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL)
+            x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL).x_MxLxD
             found = target_scores(decoder, x_MxLxD, targets_MxL, batch_shards=self._row_shards)
             return found.logprobs_MxL, found.is_likeliest_MxL
 

@@ -62,7 +62,7 @@ def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(pro
     decoder = Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0))
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]
     tokens = jnp.asarray([ids])
-    x = decoder.hidden(tokens, jnp.ones_like(tokens))[0, -1]
+    x = decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD[0, -1]
     logits = x @ decoder.output_projection()
     assert text(prompt=prompt, n=1, temperature=0.0) == TOKENIZER.decode([*ids, int(jnp.argmax(logits[:256]))])
 

@@ -53,7 +53,7 @@ def model(run_dir: Path) -> Any:
     @jax.jit
     def softmax(row_1xL: jax.Array) -> jax.Array:
         decoder = nnx.merge(graphdef, params)
-        return jax.nn.log_softmax(decoder.hidden(row_1xL, row_1xL * 0 + 1)[0] @ decoder.output_projection())
+        return jax.nn.log_softmax(decoder.hidden(row_1xL, row_1xL * 0 + 1).x_MxLxD[0] @ decoder.output_projection())
 
     return softmax
 

@@ -32,7 +32,7 @@ def decoder_of(*overrides: str) -> Decoder:
 
 @nnx.jit
 def hidden(decoder: Decoder, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-    return decoder.hidden(tokens, segments)
+    return decoder.hidden(tokens, segments).x_MxLxD
 
 
 def tokens_of(rows: int = 2) -> jax.Array:

@@ -41,7 +41,7 @@ def test_the_cache_of_latents_gives_what_the_whole_row_gives(scan: str) -> None:
             positions = jnp.broadcast_to(jnp.arange(begin, end), (ROWS, end - begin))
             hidden, cache = decoder.hidden_with_cache(tokens[:, begin:end], positions, cache)
             found.append(hidden)
-        return decoder.hidden(tokens, jnp.ones_like(tokens)), jnp.concatenate(found, axis=1)
+        return decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD, jnp.concatenate(found, axis=1)
 
     cache = decoder.empty_cache(ROWS, LENGTH)
     assert [array.shape for array in (cache.keys_NxBxKxLxh, cache.values_NxBxKxLxh)] == [

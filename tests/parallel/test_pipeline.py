@@ -147,7 +147,7 @@ def kept_by_tick(overrides: tuple[str, ...], rows: int) -> list[Any]:
     tokens = jax.ShapeDtypeStruct((rows, SHORT), np.int32)
 
     def loss(params: Any, tokens: Any) -> Any:
-        return nnx.merge(graphdef, params).hidden(tokens, tokens).sum()
+        return nnx.merge(graphdef, params).hidden(tokens, tokens).x_MxLxD.sum()
 
     jaxpr = jax.make_jaxpr(jax.grad(loss))(params, tokens)
     forward = next(e for e in jaxpr.eqns if e.primitive.name == "scan" and e.params["length"] == pipeline.num_ticks)

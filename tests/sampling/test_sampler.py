@@ -70,7 +70,7 @@ def training_logprobs(config: ConfigDict, params: nnx.State, responses: Response
     @jax.jit
     def forward(params: nnx.State, tokens: jax.Array, segments: jax.Array) -> jax.Array:
         decoder = nnx.merge(nnx.graphdef(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))), params)
-        x = decoder.hidden(tokens, segments)
+        x = decoder.hidden(tokens, segments).x_MxLxD
         w = decoder.output_projection().astype(x.dtype)
         logits = jnp.einsum("bld,dv->blv", x, w, preferred_element_type=jnp.float32)
         return jnp.take_along_axis(jax.nn.log_softmax(logits)[:, :-1], tokens[:, 1:, None], axis=2)[..., 0]

@@ -32,7 +32,7 @@ def plain_loss() -> float:
         UpdateConfig.of(CONFIG), abstract_state(UpdateConfig.of(CONFIG), make_mesh(CONFIG, jax.devices()[:1]))
     ).params
     decoder = nnx.merge(graphdef, params)
-    logits = decoder.hidden(rows["tokens"], rows["segments"]) @ decoder.output_projection()
+    logits = decoder.hidden(rows["tokens"], rows["segments"]).x_MxLxD @ decoder.output_projection()
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
     weights = rows["weights"][:, 1:]
     return float((losses * weights).sum() / weights.sum())

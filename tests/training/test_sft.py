@@ -100,7 +100,7 @@ def test_the_loss_of_an_update_is_the_mean_over_its_trained_tokens(folder: Path)
     metrics = run(folder, "one", 1, "steps=1", "per_device_batch_size=2", UNSAVED)
     rows = open_stream(config).read(0, 8)
     decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=jax.random.key(config.init_weights_seed)))
-    hidden = jax.jit(lambda tokens, segments: decoder.hidden(tokens, segments))(rows["tokens"], rows["segments"])
+    hidden = jax.jit(lambda *arrays: decoder.hidden(*arrays).x_MxLxD)(rows["tokens"], rows["segments"])
     logits = np.asarray(hidden @ decoder.output_projection(), np.float64)[:, :-1]
     losses = np.log(np.exp(logits).sum(axis=-1))
     losses -= np.take_along_axis(logits, rows["tokens"][:, 1:, None], axis=-1)[..., 0]

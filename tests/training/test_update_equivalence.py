@@ -132,7 +132,7 @@ def _gradient(params: Any, rows: Rows, reduction: str) -> Any:
 
     def loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graphdef, params)
-        logits = decoder.hidden(rows["tokens"], rows["segments"]) @ decoder.output_projection()
+        logits = decoder.hidden(rows["tokens"], rows["segments"]).x_MxLxD @ decoder.output_projection()
         weights = rows["weights"][:, 1:]
         losses = weights * optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
         if reduction == "sum":

@@ -40,7 +40,13 @@ PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")  # that spli
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
 
-ObjectiveSums = tuple[jax.Array, jax.Array, dict[str, jax.Array], RoutingSums | None]
+class ObjectiveSums(NamedTuple):
+    """The sums of an objective over a micro-batch: float32 scalars, and the decoder's routing."""
+
+    loss: jax.Array
+    weight: jax.Array
+    others: dict[str, jax.Array]  # by name
+    routing: RoutingSums | None  # of a model with experts
 
 
 def sum_of_weights(rows: Any) -> jax.Array:
@@ -49,10 +55,9 @@ def sum_of_weights(rows: Any) -> jax.Array:
 
 
 class Objective(NamedTuple):
-    """The loss that is minimised: `sums(decoder, rows, batch_shards) -> (loss_sum, weight_sum, other_sums, routing)`.
+    """The loss that is minimised: `sums(decoder, rows, batch_shards) -> ObjectiveSums`.
 
-    The sums are float32 scalars of a micro-batch, the others by name; the routing is that of the decoder's experts, if
-    it has any. Rows are a NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
+    Rows are a NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
     """
 
     sums: Callable[[Decoder, Any, int], ObjectiveSums]
@@ -63,8 +68,9 @@ class Objective(NamedTuple):
 
 def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> ObjectiveSums:
     tokens_MxL, segments_MxL, weights_MxL = rows[:3]
-    x_MxLxD, routing = decoder.hidden_and_sums(tokens_MxL, segments_MxL)
-    return *loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards), {}, routing
+    x_MxLxD, routing = decoder.hidden(tokens_MxL, segments_MxL)
+    loss, weight = loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards)
+    return ObjectiveSums(loss, weight, {}, routing)
 
 
 NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each token
@@ -138,12 +144,12 @@ class Accumulation:
         ) -> tuple[jax.Array, ObjectiveSums]:
             summing = SummingLayers(layer_sums[LAYERS], remat, model.constrain) if layer_sums else None
             whole = model.staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
-            loss, weight, figures, routing = objective.sums(model.module(whole, summing), rows, model.row_shards)
-            minimised = loss
+            sums = objective.sums(model.module(whole, summing), rows, model.row_shards)
+            minimised = sums.loss
             if scale is not None:
-                assert balance is not None and routing is not None, "terms of balance need experts"
-                minimised += balance.term(routing, scale)
-            return minimised, (loss, weight, figures, routing)
+                assert balance is not None and sums.routing is not None, "terms of balance need experts"
+                minimised += balance.term(sums.routing, scale)
+            return minimised, sums
 
         self._partial_gradients = jax.vmap(
             jax.value_and_grad(loss_fn, argnums=(0, 1), has_aux=True),

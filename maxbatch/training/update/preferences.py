@@ -64,7 +64,7 @@ def objective_of_config(config: LossConfig) -> Objective:
         weights_M = answers.weights_M
         totals = {"margin": margins_M, "pair_accuracy": (margins_M > 0).astype(jnp.float32)}
         others = {name: jax.lax.stop_gradient(jnp.sum(of_M * weights_M)) for name, of_M in totals.items()}
-        return jnp.sum(losses_M * weights_M), jnp.sum(weights_M), others, routing
+        return ObjectiveSums(jnp.sum(losses_M * weights_M), jnp.sum(weights_M), others, routing)
 
     return Objective(sums, SUMS, weigh=_count_pairs)
 
@@ -72,7 +72,7 @@ def objective_of_config(config: LossConfig) -> Objective:
 def score_answers(decoder: Decoder, rows: Batch, batch_shards: int) -> tuple[Answers, RoutingSums | None]:
     """Returns the answers of M pairs, and the sums of the decoder's experts over both rows of each, if it has any."""
     tokens, segments, weights = map(_halves, rows[:3])
-    x, routing = decoder.hidden_and_sums(tokens, jnp.minimum(segments, 1))
+    x, routing = decoder.hidden(tokens, jnp.minimum(segments, 1))
     logprobs = token_logprobs_of(decoder, x, tokens, batch_shards=batch_shards).logprobs_MxL
     sums = (jnp.sum(of_tokens, axis=1).reshape(-1, 2) for of_tokens in (logprobs * weights, weights))
     return Answers(*sums), routing

@@ -92,7 +92,7 @@ def test_an_answer_counts_its_own_tokens_after_the_prompt_and_no_others() -> Non
         alone = []
         for answer in (chosen, rejected):
             tokens_1xT = jnp.array([prompt + answer])
-            x_1xTxD = decoder.hidden(tokens_1xT, jnp.ones_like(tokens_1xT))
+            x_1xTxD = decoder.hidden(tokens_1xT, jnp.ones_like(tokens_1xT)).x_MxLxD
             logprobs_TxV = jax.nn.log_softmax(decoder.logits(x_1xTxD)[0])
             alone.append(sum(logprobs_TxV[len(prompt) - 1 + i, token] for i, token in enumerate(answer)))
         return score_answers(decoder, batch, 1)[0], alone

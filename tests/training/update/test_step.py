@@ -133,7 +133,7 @@ def test_loss_and_gradient_are_the_token_weighted_mean_over_the_global_batch() -
 
     def mean_loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graphdef, params)
-        logits = decoder.hidden(rows["tokens"], rows["segments"]) @ decoder.output_projection()
+        logits = decoder.hidden(rows["tokens"], rows["segments"]).x_MxLxD @ decoder.output_projection()
         losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
         weights = rows["weights"][:, 1:]
         return (losses * weights).sum() / weights.sum()
