@@ -15,7 +15,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.norms import Norm, norm_of, unchanged
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import features_last
+from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope, apply_rope
 from maxbatch.model.scores import PLAIN, Scores, soft_capped
 from maxbatch.model.splash import splash_attend
@@ -262,7 +262,7 @@ class Attention(nnx.Module):
         """Returns rotated queries, times `factor`, rotated keys, and values."""
 
         def heads(name: str, norm: Norm = unchanged) -> jax.Array:
-            out = jnp.einsum("mld,dnh->mlnh", x_MxLxD, getattr(self, name)[...].astype(x_MxLxD.dtype))
+            out = product(x_MxLxD, getattr(self, name)[...], "mld,dnh->mlnh")
             if hasattr(self, f"{name}_bias"):
                 bias = getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)
                 # It adds the same to all scores of a query, to which softmax is blind; what is left is rounding, which
@@ -285,7 +285,7 @@ class Attention(nnx.Module):
         return q_MxLxHxh, k_MxLxKxh, kept(heads("value"), MATRICES["value"].kept)
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
-        joined_MxLxD = jnp.einsum("mlnh,nhd->mld", attended_MxLxHxh, self.out[...].astype(attended_MxLxHxh.dtype))
+        joined_MxLxD = product(attended_MxLxHxh, self.out[...], "mlnh,nhd->mld")
         if hasattr(self, "out_bias"):
             joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]
         return joined_MxLxD

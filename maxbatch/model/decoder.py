@@ -30,7 +30,7 @@ from maxbatch.model.latent_attention import LatentAttention
 from maxbatch.model.mlp import MLP
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import features_last
+from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
 from maxbatch.model.stacked import Stacked, Static
@@ -201,8 +201,7 @@ class Decoder(nnx.Module):
 
     def logits(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns the logits of the token after each, float32[M, L, V], from the stream after the final norm."""
-        w_DxV = self.output_projection().astype(x_MxLxD.dtype)
-        return jnp.einsum("mld,dv->mlv", x_MxLxD, w_DxV, preferred_element_type=jnp.float32)
+        return product(x_MxLxD, self.output_projection(), "mld,dv->mlv", out_dtype=jnp.float32)
 
     def hidden(self, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> Hidden:
         """Returns the stream after the final norm, and the routing sums of all layers.

@@ -22,7 +22,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import features_last
+from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope, apply_rope
 from maxbatch.model.scores import Scores
 from maxbatch.parallel.remat import kept
@@ -61,7 +61,7 @@ class LatentAttention(nnx.Module):
         del is_local
         q_MxLxHxn, q_MxLxHxr = self._queries(x_MxLxD, rope)
         latent_MxLxc, k_MxLx1xr = self._latents(x_MxLxD, rope)
-        up_MxLxHxe = jnp.einsum("mlc,cnh->mlnh", latent_MxLxc, self.latent_up[...].astype(x_MxLxD.dtype))
+        up_MxLxHxe = product(latent_MxLxc, self.latent_up[...], "mlc,cnh->mlnh")
         up_MxLxHxe = self.constrain(up_MxLxHxe, ("batch", "length", *MATRICES["latent_up"].outputs))
         k_MxLxHxn, v_MxLxHxv = jnp.split(kept(up_MxLxHxe, MATRICES["latent_up"].kept), [self.unrotated], axis=-1)
         k_MxLxHxr = jnp.broadcast_to(k_MxLx1xr, q_MxLxHxr.shape)
@@ -92,10 +92,10 @@ class LatentAttention(nnx.Module):
         v_BxTx1xc = latent_BxTxc[:, :, None]
         cache = cache.write(layer, positions_BxT, jnp.concatenate([v_BxTx1xc, k_BxTx1xr], axis=-1), v_BxTx1xc)
         k_cxHxn, v_cxHxv = jnp.split(self.latent_up[...].astype(x_BxTxD.dtype), [self.unrotated], axis=-1)
-        q_BxTxHxc = jnp.einsum("btnh,cnh->btnc", q_BxTxHxn, k_cxHxn)
+        q_BxTxHxc = product(q_BxTxHxn, k_cxHxn, "btnh,cnh->btnc")
         q_BxTxHxcr = jnp.concatenate([q_BxTxHxc, q_BxTxHxr], axis=-1)
         attended_BxTxHxc = attend_to_cache(q_BxTxHxcr, cache.layer(layer), positions_BxT, self.scores)
-        return self._joined(jnp.einsum("btnc,cnh->btnh", attended_BxTxHxc, v_cxHxv)), cache
+        return self._joined(product(attended_BxTxHxc, v_cxHxv, "btnc,cnh->btnh")), cache
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -106,11 +106,11 @@ class LatentAttention(nnx.Module):
         """Returns the parts of queries that are not rotated and that are."""
         name = "query"
         if hasattr(self, "query_down"):
-            down_MxLxc = jnp.einsum("mld,dc->mlc", x_MxLxD, self.query_down[...].astype(x_MxLxD.dtype))
+            down_MxLxc = product(x_MxLxD, self.query_down[...], "mld,dc->mlc")
             down_MxLxc = self.constrain(down_MxLxc, ("batch", "length", *MATRICES["query_down"].outputs))
             x_MxLxD, name = self.query_down_norm(kept(down_MxLxc, MATRICES["query_down"].kept)), "query_up"
         w_DxHxh = _neighbours_apart(getattr(self, name)[...].astype(x_MxLxD.dtype), self.rotated)
-        q_MxLxHxh = jnp.einsum("mld,dnh->mlnh", x_MxLxD, w_DxHxh)
+        q_MxLxHxh = product(x_MxLxD, w_DxHxh, "mld,dnh->mlnh")
         q_MxLxHxh = self.constrain(q_MxLxHxh, ("batch", "length", *MATRICES["query_up"].outputs))
         q_MxLxHxn, q_MxLxHxr = jnp.split(kept(q_MxLxHxh, MATRICES["query_up"].kept), [self.unrotated], axis=-1)
         return q_MxLxHxn, self._turned(q_MxLxHxr, rope)
@@ -118,7 +118,7 @@ class LatentAttention(nnx.Module):
     def _latents(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised latents of keys and values, and the rotated part of keys, which has one head."""
         w_Dxcr = _neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
-        both_MxLxcr = jnp.einsum("mld,dc->mlc", x_MxLxD, w_Dxcr)
+        both_MxLxcr = product(x_MxLxD, w_Dxcr, "mld,dc->mlc")
         both_MxLxcr = self.constrain(both_MxLxcr, ("batch", "length", *MATRICES["latent"].outputs))
         split = [w_Dxcr.shape[-1] - self.rotated]
         latent_MxLxc, k_MxLxr = jnp.split(kept(both_MxLxcr, MATRICES["latent"].kept), split, axis=-1)
@@ -128,7 +128,7 @@ class LatentAttention(nnx.Module):
         return x_MxLxHxr if rope is None else apply_rope(x_MxLxHxr, rope, self.constrain.platform)
 
     def _joined(self, attended_MxLxHxv: jax.Array) -> jax.Array:
-        return jnp.einsum("mlnh,nhd->mld", attended_MxLxHxv, self.out[...].astype(attended_MxLxHxv.dtype))
+        return product(attended_MxLxHxv, self.out[...], "mlnh,nhd->mld")
 
 
 def _neighbours_apart(weight: jax.Array, rotated: int) -> jax.Array:

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.products import exchanges_tokens
+from maxbatch.model.products import exchanges_tokens, product
 from maxbatch.model.scores import soft_capped
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, unconstrained
 
@@ -150,7 +150,7 @@ def target_scores(
 
     @jax.checkpoint
     def piece(x_MxTxD: jax.Array, targets_MxT: jax.Array) -> TokenScores:
-        logits_MxTxV = jnp.einsum("mtd,dv->mtv", x_MxTxD, w_DxV, preferred_element_type=jnp.float32)
+        logits_MxTxV = product(x_MxTxD, w_DxV, "mtd,dv->mtv", out_dtype=jnp.float32)
         logprobs_MxTxV = jax.nn.log_softmax(decoder.capped(logits_MxTxV))
         entropies_MxT = -jnp.sum(jnp.exp(logprobs_MxTxV) * logprobs_MxTxV, axis=-1)
         targets_MxTx1 = targets_MxT[..., None]
@@ -184,7 +184,7 @@ def _cross_entropy(
     x_TxD: jax.Array, w_DxV: jax.Array, targets_T: jax.Array, soft_cap: float
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
     """Returns the losses [T], exp(logits - max) [T, V], its sums over V [T, 1] and the logits [T, V], in float32."""
-    logits_TxV = jnp.einsum("td,dv->tv", x_TxD, w_DxV, preferred_element_type=jnp.float32)
+    logits_TxV = product(x_TxD, w_DxV, "td,dv->tv", out_dtype=jnp.float32)
     logits_TxV = soft_capped(logits_TxV, soft_cap)
     peak_Tx1 = jnp.max(logits_TxV, axis=1, keepdims=True)
     exp_TxV = jnp.exp(logits_TxV - peak_Tx1)

@@ -9,13 +9,12 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import gradients_together, two_products
+from maxbatch.model.products import gradients_together, product, two_products
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 
@@ -44,7 +43,6 @@ class MLP(nnx.Module):
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns the MLP's output, [M, L, D], in x's dtype."""
-        dtype = x_MxLxD.dtype
         if hasattr(self, "gate"):
             gate_MxLxF, up_MxLxF = two_products(x_MxLxD, self.gate[...], self.up[...], self.constrain.platform)
             gate_MxLxF, up_MxLxF = self._biased(gate_MxLxF, "gate"), self._biased(up_MxLxF, "up")
@@ -53,10 +51,10 @@ class MLP(nnx.Module):
             )
             inner_MxLxF = self.activation(gate_MxLxF) * up_MxLxF
         else:
-            inner_MxLxF = self._biased(jnp.einsum("mld,df->mlf", x_MxLxD, self.up[...].astype(dtype)), "up")
+            inner_MxLxF = self._biased(product(x_MxLxD, self.up[...], "mld,df->mlf"), "up")
             inner_MxLxF = self.activation(_kept(inner_MxLxF, "gate"))  # MaxText's name of the first product
         inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
-        out_MxLxD = jnp.einsum("mlf,fd->mld", inner_MxLxF, self.down[...].astype(dtype))
+        out_MxLxD = product(inner_MxLxF, self.down[...], "mlf,fd->mld")
         return _kept(self._biased(out_MxLxD, "down"), "down")
 
     def _biased(self, x_MxLxF: jax.Array, name: str) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Products whose fastest form depends on the machine: the model says what to compute, this file how.
+"""The products of the model: the one that applies a weight, and those whose fastest form depends on the machine.
 
 Shapes: M micro-batch, L length, D input, F output, V vocabulary, H heads, h head_dim.
 """
@@ -12,7 +12,25 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from maxbatch.model.experts.grouped import Groups, grouped_product
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, num_shards
+
+
+def product(
+    x: jax.Array, w: jax.Array, form: str | Groups, *, out_dtype: jax.typing.DTypeLike | None = None
+) -> jax.Array:
+    """Returns activations times a weight. Every matrix of the model is applied here, but the router's.
+
+    Args:
+      x: the activations, in the compute dtype.
+      w: the matrix, cast to that dtype; of groups, one matrix per group.
+      form: an einsum of x and w, or the groups of x's rows.
+      out_dtype: of an einsum's sums and result; None: x's.
+    """
+    w = w.astype(x.dtype)
+    if isinstance(form, Groups):
+        return grouped_product(x, w, form.sizes_E, form.platform)
+    return jnp.einsum(form, x, w, preferred_element_type=out_dtype)
 
 
 def two_products(
@@ -25,10 +43,10 @@ def two_products(
     """
     weights = first_DxF.astype(x_MxLxD.dtype), second_DxF.astype(x_MxLxD.dtype)
     if platform != "cpu":
-        first, second = (jnp.einsum("mld,df->mlf", x_MxLxD, weight_DxF) for weight_DxF in weights)
+        first, second = (product(x_MxLxD, weight_DxF, "mld,df->mlf") for weight_DxF in weights)
         return first, second
     # Stacked, not joined, so that a mesh can split F, and taken apart by a split, whose gradient is one concatenation.
-    both_MxLx2xF = jnp.einsum("mld,dgf->mlgf", x_MxLxD, jnp.stack(weights, axis=1))
+    both_MxLx2xF = product(x_MxLxD, jnp.stack(weights, axis=1), "mld,dgf->mlgf")
     first_MxLx1xF, second_MxLx1xF = jnp.split(both_MxLx2xF, 2, axis=2)
     return first_MxLx1xF[:, :, 0, :], second_MxLx1xF[:, :, 0, :]
 

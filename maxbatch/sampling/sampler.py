@@ -28,6 +28,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
+from maxbatch.model.products import product
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.sharding import activation_constraint, num_shards, unconstrained
 from maxbatch.parallel.trees import State
@@ -538,7 +539,7 @@ class _NextToken:
         last_Bx1 = loop.lengths_B[:, None] - 1
         token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
         x_Bx1xD, cache = self.decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache, self.limits_B)
-        logits_BxV = jnp.einsum("bd,dv->bv", x_Bx1xD[:, 0], self.w_DxV, preferred_element_type=jnp.float32)
+        logits_BxV = product(x_Bx1xD[:, 0], self.w_DxV, "bd,dv->bv", out_dtype=jnp.float32)
         logits_BxV = self.decoder.constrain(self.decoder.capped(logits_BxV), ("batch", None))
         drawn_B = self._draw(logits_BxV, jax.vmap(jax.random.fold_in)(self.keys_B, loop.lengths_B))
         logprobs_BxV = jax.nn.log_softmax(logits_BxV)

@@ -6,8 +6,23 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
-from maxbatch.model.products import gradients_together, two_products
+from maxbatch.model import attention, decoder, latent_attention, mlp, products
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.model.experts import experts
+from maxbatch.model.products import gradients_together, product, two_products
+from maxbatch.parallel.trees import State
+from tests.helpers.tiny import tiny_config
+
+EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16")
+FAMILIES = {
+    "llama2": (),
+    "gpt2": ("decoder_block=gpt2", "mlp_activations=gelu", "trainable_position_size=32", "base_num_kv_heads=4"),
+    "mixtral": ("decoder_block=mixtral", "norm_topk_prob=true", *EXPERTS),
+    "deepseek": ("model_name=tiny-deepseek", "max_target_length=32"),
+}
 
 
 def inputs() -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -51,3 +66,31 @@ def test_gradients_that_a_tpu_computes_together_are_the_same(platform: str) -> N
     np.testing.assert_array_equal(gradients[0], gradients[1])
     jaxpr = str(jax.make_jaxpr(jax.grad(gated, (1, 2)), static_argnums=0)(platform, *arrays))
     assert jaxpr.count("optimization_barrier") == (platform == "tpu")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_matrix_but_the_routers_is_applied_by_the_one_product(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = tiny_config("logits_via_embedding=false", *FAMILIES[family])
+    graphdef, params = nnx.split(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)))
+    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 8)), jnp.int32)
+
+    def matrices_with_gradient() -> set[str]:
+        def loss(params: State) -> jax.Array:
+            logits = nnx.merge(graphdef, params)(tokens, jnp.ones_like(tokens))
+            return jnp.sum(logits * jnp.cos(jnp.arange(logits.size, dtype=jnp.float32)).reshape(logits.shape))
+
+        gradients = jax.tree.leaves_with_path(jax.jit(jax.grad(loss))(params))
+        names = {jax.tree_util.keystr(path): bool(jnp.any(gradient)) for path, gradient in gradients}
+        others = ("scale", "bias", "router", "embedding", "positions")  # norms, biases, lookups
+        return {name for name, has in names.items() if has and not any(other in name for other in others)}
+
+    assert {"mlp", "output"} & {part for name in matrices_with_gradient() for part in name.split("'")}
+
+    def constant(x: jax.Array, w: jax.Array, *args: object, **kwargs: object) -> jax.Array:
+        return product(x, jax.lax.stop_gradient(w), *args, **kwargs)  # type: ignore[arg-type]
+
+    for module in (attention, decoder, experts, latent_attention, mlp, products):
+        monkeypatch.setattr(module, "product", constant)
+    assert matrices_with_gradient() == set()

@@ -20,12 +20,13 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig
-from maxbatch.model.experts.grouped import grouped_product
+from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.experts.order import in_order, sorted_by, summed
 from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
 from maxbatch.model.experts.travel import Compute, sum_over_axis
 from maxbatch.model.mlp import ACTIVATIONS, Activation
 from maxbatch.model.parameters import add_parameters
+from maxbatch.model.products import product
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, num_shards
 
@@ -179,19 +180,19 @@ def _computed_by(combine: Combine, platform: str) -> Compute:
         x_nxD: jax.Array, shares_nx1: jax.Array, sizes_E: jax.Array, gate_ExDxF: jax.Array, up_ExDxF: jax.Array,
         down_ExFxD: jax.Array, *biases_ExF: jax.Array,
     ) -> jax.Array:  # fmt: skip
-        def product(x: jax.Array, w: jax.Array, name: str, bias_ExF: jax.Array | None = None) -> jax.Array:
-            y = grouped_product(x, w, sizes_E, platform)
+        def applied(name: str, x: jax.Array, w: jax.Array, bias_ExF: jax.Array | None = None) -> jax.Array:
+            y = product(x, w, Groups(sizes_E, platform))
             if bias_ExF is not None:  # as a product, whose gradient is one too
                 y += _one_hot(sizes_E, x.shape[0], y.dtype) @ bias_ExF
             return kept(y, MATRICES[name].kept)
 
         gate_bias, up_bias = biases_ExF or (None, None)
-        gate_nxF = product(x_nxD, gate_ExDxF, "expert_gate", gate_bias)
-        inner_nxF = combine(gate_nxF, product(x_nxD, up_ExDxF, "expert_up", up_bias))
+        gate_nxF = applied("expert_gate", x_nxD, gate_ExDxF, gate_bias)
+        inner_nxF = combine(gate_nxF, applied("expert_up", x_nxD, up_ExDxF, up_bias))
         shares_nx1 = shares_nx1.astype(inner_nxF.dtype)
         if platform == "cpu":
-            return shares_nx1 * product(inner_nxF, down_ExFxD, "expert_down")
-        return product(shares_nx1 * inner_nxF, down_ExFxD, "expert_down")
+            return shares_nx1 * applied("expert_down", inner_nxF, down_ExFxD)
+        return applied("expert_down", shares_nx1 * inner_nxF, down_ExFxD)
 
     return compute
 

@@ -33,6 +33,13 @@ _LARGEST_BLOCK, _SMALLEST_BLOCK = 256, 16
 _TILES = (512, 1024, 1024)  # of rows, inputs and outputs, on a TPU
 
 
+class Groups(NamedTuple):
+    """The groups of sorted rows, each with a matrix of its own."""
+
+    sizes_E: jax.Array  # int32: rows of each group
+    platform: str  # "cpu", "gpu" or "tpu"
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
 def grouped_product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
     """Returns each row times the matrix of its group: [n, F] in x's dtype; rows behind the groups give zeros.
