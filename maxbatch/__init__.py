@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from maxbatch.training.record.recorder import Output
     from maxbatch.training.session import Outcome
 
-__version__ = "0.1.0"
+__version__ = "0.4.0"
 
 __all__ = [
     "Audit",
