@@ -37,7 +37,7 @@ from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training import pretraining
-from maxbatch.training.own import Loss, MakeModel, Parts
+from maxbatch.training.own import Loss, MakeModel, Optimizer, Parts
 from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import Outcome
 
@@ -47,6 +47,7 @@ def train(
     *,
     model: MakeModel | None = None,
     objective: Loss | None = None,
+    optimizer: Optimizer | None = None,
     stream: Samples | Stream | None = None,
     outputs: Sequence[Output | Callable[[Record], object]] = (),
     devices: Sequence[jax.Device] | None = None,
@@ -61,6 +62,9 @@ def train(
       model: a class of `flax.nnx.Module`, or a function, that is called as `model(config, rngs=...)`. The module takes
         tokens and segments, int32[M, L], and returns logits [M, L, V]. All its variables are `nnx.Param`.
       objective: the loss (`maxbatch.Loss`); the cross-entropy of the next token by default.
+      optimizer: a function of the update's learning rate that returns an `optax.GradientTransformation`, such as
+        `optax.adamw` or `functools.partial(optax.adamw, b1=0.9)`; the rate follows the config's schedule. Or a
+        `GradientTransformation`, which has rates of its own. It takes averaged, clipped gradients once per update.
       stream: the data (`maxbatch.Samples`). Nothing is then held out, unless `eval_dataset_path` is stated.
       outputs: further loggers (`maxbatch.Output`), or functions of a record; they are called by the first host.
       devices: those to train on, all by default.
@@ -70,7 +74,7 @@ def train(
       one did.
 
     Raises:
-      ConfigError: the config, the data, the model, the loss or the checkpoint cannot be used.
+      ConfigError: the config, the data, the model, the loss, the optimizer or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
     _check_config(config)
@@ -78,7 +82,7 @@ def train(
     _check_outputs(outputs)
     with ExitStack() as stack:  # also of a run that is refused, or complete already
         loggers = tuple(stack.enter_context(closing(_Logger(output))) for output in outputs)
-        return pretraining.train(config, devices, Parts(model, objective, stream, loggers))
+        return pretraining.train(config, devices, Parts(model, objective, optimizer, stream, loggers))
 
 
 def _check_config(config: object) -> None:

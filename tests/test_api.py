@@ -7,12 +7,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from flax import nnx
 from ml_collections import ConfigDict
@@ -170,6 +172,9 @@ class _Small(Bigrams):
         ({"objective": lambda model: 0.0}, r"called as <lambda>\(model, rows\), but takes <lambda>\(model\)"),
         ({"objective": lambda model, rows: None}, "returned NoneType in place of two scalars"),
         ({"objective": lambda model, rows: (jnp.int32(1), 1.0)}, "type int32, which has no gradient"),
+        ({"optimizer": "adam"}, "optimizer: must be a function or a class, not str"),
+        ({"optimizer": lambda: None}, r"is called as <lambda>\(learning_rate\), but takes <lambda>\(\)"),
+        ({"optimizer": lambda rate: rate}, "returned float; it must be an optax.GradientTransformation"),
         ({"outputs": print}, r"works: outputs=\[my_logger\]"),
         ({"outputs": [3]}, "int is neither a function of a record"),
     ],
@@ -216,6 +221,49 @@ def test_a_model_with_running_statistics_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(maxbatch.ConfigError, match="parameters"):
         maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), model=WithDropout, devices=ONE)
+
+
+def test_a_users_optimizer_follows_the_configs_rates_on_any_devices_and_resumes(tmp_path: Path) -> None:
+    own = partial(optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
+    plain = ("adam_b1=0.9", "adam_b2=0.95", "adam_eps=1e-8", "adam_weight_decay=0", "train_samples=64",
+             "global_batch_size=16")  # fmt: skip
+    configured = tiny_config(*plain, "per_device_batch_size=8", f"run_dir={tmp_path / 'configured'}")
+    maxbatch.train(configured, devices=ONE)
+    halves = (*plain, "per_device_batch_size=2", "checkpoint_period=2", f"run_dir={tmp_path / 'own'}")
+
+    def cut_power(record: dict[str, Any]) -> None:
+        if record["step"] == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        maxbatch.train(tiny_config(*halves), optimizer=own, devices=jax.devices()[:4], outputs=[cut_power])
+    with pytest.raises(maxbatch.ConfigError, match="opt_type"):
+        maxbatch.train(tiny_config(*halves), devices=ONE)
+    with pytest.raises(maxbatch.ConfigError, match="optimizer's state"):
+        maxbatch.train(tiny_config(*halves), optimizer=optax.sgd, devices=ONE)
+    maxbatch.train(tiny_config(*halves), optimizer=own, devices=ONE)
+    pairs = [read_metrics(tmp_path / name) for name in ("configured", "own")]
+    assert [record["step"] for record in pairs[1]] == [1, 2, 3, 4]
+    for ours, theirs in zip(*pairs, strict=True):
+        assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5)
+        assert ours["learning_rate"] == theirs["learning_rate"]
+
+
+def test_an_optimizer_with_rates_of_its_own_is_taken_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = tiny_config("steps=2", f"run_dir={tmp_path}", "enable_checkpointing=false")
+    rows = [np.arange(LENGTH) % 7] * 40  # all alike: with a rate of 0 the loss stays
+    maxbatch.train(config, optimizer=optax.sgd(0.0), stream=rows, devices=ONE)
+    first, second = read_metrics(tmp_path)
+    assert first["loss"] == second["loss"] and "learning_rate has no effect" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("key", ["adam_b1_half_life=2Mt", "weight_decay_timescale=1Mt", "compiled_dir=programs"])
+def test_keys_of_the_configs_optimizer_are_refused_beside_a_users(key: str, tmp_path: Path) -> None:
+    config = tiny_config("steps=1", f"run_dir={tmp_path}", key)
+    with pytest.raises(maxbatch.ConfigError, match=f"{key.split('=')[0]}=.*; works: {key.split('=')[0]}="):
+        maxbatch.train(config, optimizer=optax.adamw, devices=ONE)
 
 
 def test_a_users_data_are_one_stream(tmp_path: Path) -> None:

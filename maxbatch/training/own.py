@@ -1,4 +1,4 @@
-"""A user's own model and loss: the protocols, and how training uses them.
+"""A user's own model, loss and optimizer: the protocols, and how training uses them.
 
 Shapes: M rows of a micro-batch (or of one device's part of it), L tokens, V vocabulary.
 """
@@ -6,6 +6,7 @@ Shapes: M rows of a micro-batch (or of one device's part of it), L tokens, V voc
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import inspect
 from collections.abc import Iterator
@@ -19,16 +20,19 @@ import optax
 from flax import nnx
 from ml_collections import ConfigDict
 
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import ModelConfig, OptimizerConfig
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums
+from maxbatch.parallel.hosts import warn
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
+from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.gradients import Objective, ObjectiveSums
+from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.training.update.state import ModelMaker, abstract_model, num_parameters
 from maxbatch.training.update.update_config import UpdateConfig
 
@@ -59,24 +63,30 @@ class Loss(Protocol):
         """
 
 
+Optimizer = OptimizerMaker | optax.GradientTransformation
+
+
 class Parts(NamedTuple):
-    """What a user's program puts in the place of the config's model, loss, data and loggers; None: the config's."""
+    """A user's parts, which replace those of the config; None: the config's."""
 
     model: MakeModel | None = None
     objective: Loss | None = None
+    optimizer: Optimizer | None = None
     stream: Samples | Stream | None = None
     outputs: tuple[Output, ...] = ()
 
 
 def code_of(parts: Parts) -> dict[str, str]:
     """Returns for each given part its name and a hash of the file that defines it, by its argument."""
-    given = {"model": parts.model, "objective": parts.objective, "stream": parts.stream}
+    given = {name: getattr(parts, name) for name in ("model", "objective", "optimizer", "stream")}
     return {name: _code_of(part) for name, part in given.items()}
 
 
 def _code_of(part: object) -> str:
     if part is None:
         return "the config's"
+    part = part.func if isinstance(part, functools.partial) else part
+    part = part.update if isinstance(part, optax.GradientTransformation) else part
     code: Any = part if hasattr(part, "__code__") or isinstance(part, type) else type(part)
     try:
         content = Path(inspect.getfile(code)).read_bytes()
@@ -86,8 +96,8 @@ def _code_of(part: object) -> str:
 
 
 def check_parts(parts: Parts) -> None:
-    """Raises ConfigError for a model or a loss that cannot be called as training calls them."""
-    model, loss = parts.model, parts.objective
+    """Raises ConfigError for a model, a loss or an optimizer that cannot be called as training calls them."""
+    model, loss, optimizer = parts.model, parts.objective, parts.optimizer
     if isinstance(model, nnx.Module):
         name = type(model).__name__
         raise ConfigError(f"model: must be a class, or a function that makes the module, not a module; works: {name}")
@@ -95,6 +105,8 @@ def check_parts(parts: Parts) -> None:
         _check_call("model", model, "(config, rngs=rngs)", None, rngs=None)
     if loss is not None:
         _check_call("objective", loss, "(model, rows)", None, None)
+    if optimizer is not None and not isinstance(optimizer, optax.GradientTransformation):
+        _check_call("optimizer", optimizer, "(learning_rate)", None)
 
 
 def _check_call(argument: str, function: Any, call: str, *args: Any, **kwargs: Any) -> None:
@@ -146,6 +158,42 @@ def module_maker(model: MakeModel, config: ConfigDict) -> ModelMaker:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 where = jax.tree_util.keystr(path)
                 raise ConfigError(f"model: the parameter {where} has the type {leaf.dtype}; it must be floating-point")
+        return made
+
+    return make
+
+
+def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> OptimizerMaker | None:
+    """Returns a user's optimizer as a function of the learning rate; None if there is none.
+
+    Raises:
+      ConfigError: the config has decays of its own optimizer; (the function) what it makes is no optimizer of optax.
+    """
+    if optimizer is None:
+        return None
+    defaults = {"adam_scaling": "none", "adam_b1_half_life": None, "adam_b2_half_life": None}
+    for name, default in {**defaults, "weight_decay_timescale": None}.items():
+        if config[name] != default:
+            works = "none" if default else "null"
+            raise ConfigError(
+                f"{name}={config[name]}: is of the config's own optimizer, and train() was given another; "
+                f"works: {name}={works}"
+            )
+    if isinstance(optimizer, optax.GradientTransformation):
+        warn(
+            "learning_rate has no effect: train() was given an optimizer with rates of its own; a function of the "
+            "rate, such as optimizer=optax.adamw, follows the config's schedule"
+        )
+        return lambda _: optimizer
+
+    def make(learning_rate: Any, /) -> optax.GradientTransformation:
+        with _naming(f"the optimizer, as {_name(optimizer)}(learning_rate)"):
+            made = optimizer(learning_rate)
+        if not isinstance(made, optax.GradientTransformation):
+            raise ConfigError(
+                f"optimizer: {_name(optimizer)} returned {type(made).__name__}; it must be an "
+                "optax.GradientTransformation"
+            )
         return made
 
     return make
@@ -246,8 +294,10 @@ def _described(value: Any) -> str:
     return type(value).__name__ if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
 
 
-def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape) -> TaskModel:
-    """Returns the model of a run.
+def task_model(
+    make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape, own_optimizer: OptimizerMaker | None = None
+) -> TaskModel:
+    """Returns the model of a run, whose identity includes the form of a user's optimizer state.
 
     Without a user's model it is the config's. A user's is known by the shapes of its parameters. Its FLOPs are 6 per
     parameter and token, without those of attention (Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1).
@@ -256,7 +306,8 @@ def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshSh
       ConfigError: the model has variables other than parameters, or the config needs a feature of its own model.
     """
     if make_model is None:
-        return model_of(config)
+        found = model_of(config)
+        return found._replace(identity={**found.identity, **_optimizer_identity(own_optimizer, config)})
     if mesh.num_pipeline_stages != 1:
         raise ConfigError(
             f"ici_pipeline_parallelism={config.mesh.ici_pipeline_parallelism}: stages of a pipeline need the layers of "
@@ -268,4 +319,20 @@ def task_model(make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshSh
     shapes = {jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     shapes = {name: text.removeprefix("ShapeDtypeStruct") for name, text in shapes.items()}
     settings = {key: config[key] for key in ("opt_type", "init_weights_seed")}
+    settings |= _optimizer_identity(own_optimizer, config, make_model)
     return TaskModel({"model": "own", **settings, **shapes}, 6 * num_parameters(params))
+
+
+def _optimizer_identity(
+    own: OptimizerMaker | None, config: UpdateConfig, make_model: ModelMaker | None = None
+) -> dict[str, str]:
+    """Returns what a resume must match of a user's optimizer: the form of its state, as a hash."""
+    if own is None:
+        return {}
+    _, params = abstract_model(config, make_model=make_model)
+    adapters = Adapters.from_config(config.adapters)
+    trained = adapters.abstract(params) if adapters else params
+    with _naming("the optimizer, as init(parameters)"):
+        state = jax.eval_shape(make_optimizer(config.optimizer, AT_REST, own=own).init, trained)
+    leaves = [f"{jax.tree_util.keystr(path)} {x.dtype}{x.shape}" for path, x in jax.tree.leaves_with_path(state)]
+    return {"opt_type": "own", "optimizer's state": hashlib.sha256("\n".join(leaves).encode()).hexdigest()[:16]}

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from maxbatch.config.huggingface import context_length, end_tokens
 from maxbatch.config.loading import keys
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import AdapterConfig, EvaluationConfig, ModelConfig
+from maxbatch.config.sections import AdapterConfig, EvaluationConfig, ModelConfig, OptimizerConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
@@ -45,7 +45,7 @@ from maxbatch.training.compile.saved import SavedPrograms, program_keys
 from maxbatch.training.evaluation import Evaluator, num_evaluated
 from maxbatch.training.harness.run_model import RunModel, RunModelConfig
 from maxbatch.training.harness.tasks import Tasks
-from maxbatch.training.own import Parts, check_parts, code_of, module_maker, objective_of, task_model
+from maxbatch.training.own import Parts, check_parts, code_of, module_maker, objective_of, optimizer_maker, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.reference import REFERENCE_FILE, Reference, digest_of, read_on_all_hosts, with_reference
@@ -71,7 +71,7 @@ def train(
     Args:
       config: a resolved config (`maxbatch.load_config`).
       devices: the devices to train on, all by default.
-      parts: a user's own model, loss, data and loggers.
+      parts: a user's own model, loss, optimizer, data and loggers.
       task: the kind of pre-training; None: `Pretraining`.
 
     Returns:
@@ -99,10 +99,10 @@ def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
             "use_dpo=true: trains the config's own model on pairs of its own data, and train() was given a model, a "
             "loss or a stream; works: use_dpo=false"
         )
-    if compiled_dir and (parts.model or parts.objective):
+    if compiled_dir and (parts.model or parts.objective or parts.optimizer):
         raise ConfigError(
-            f"compiled_dir={compiled_dir}: holds programs of the config's own model and loss, and train() was "
-            'given others; works: compiled_dir=""'
+            f"compiled_dir={compiled_dir}: holds programs of the config's own model, loss and optimizer, and train() "
+            'was given others; works: compiled_dir=""'
         )
 
 
@@ -130,7 +130,8 @@ class Pretraining:
         self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
         self._loads = is_loading(jax.process_index(), self._expansion)
         make_model = module_maker(parts.model, config) if parts.model else None
-        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape)
+        self._own_optimizer = optimizer_maker(parts.optimizer, OptimizerConfig.of(config))
+        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, self._own_optimizer)
         own_objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
         self._objective = own_objective or objective_of_config(self._loss)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
@@ -186,8 +187,9 @@ class Pretraining:
         """Opens `compiled_dir`, which must fit; lowers nothing yet."""
         config = self._context.config
         self._programs = Programs(
-            ProgramsConfig.of(config), self._context.devices, self._mesh_shape, self._expansion, self._objective
-        )
+            ProgramsConfig.of(config), self._context.devices, self._mesh_shape, self._expansion, self._objective,
+            self._own_optimizer,
+        )  # fmt: skip
         self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
         self.placement = self._programs.placement
         self._saved = (
@@ -365,7 +367,8 @@ class Pretraining:
         if full := self._full_state():
             return full
         if read := self._context.open_parameters(self.abstract.model):
-            return init_opt_state(UpdateConfig.of(self._context.config), self.abstract, read(self.abstract.model))
+            keys, params = UpdateConfig.of(self._context.config), read(self.abstract.model)
+            return init_opt_state(keys, self.abstract, params, self._own_optimizer)
         made: TrainState = self.executable(INIT, self._programs.init)()
         return made
 

@@ -25,6 +25,7 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.reference import ReferencePass
 from maxbatch.training.update.gradients import Objective
+from maxbatch.training.update.optimizers import OptimizerMaker
 from maxbatch.training.update.preferences import LossConfig, objective_of_config
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
@@ -66,6 +67,7 @@ class Programs:
       shape: axis sizes of their mesh (`checked_mesh_shape`).
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
       objective: the loss to minimise, and the model whose parameters it trains; None: the config's.
+      own_optimizer: makes a user's optimizer; None: the config's.
     """
 
     def __init__(
@@ -75,8 +77,10 @@ class Programs:
         shape: MeshShape,
         expansion: int = 1,
         objective: Objective | None = None,
+        own_optimizer: OptimizerMaker | None = None,
     ) -> None:
         self.config, self._shape, self._objective = config, shape, objective or objective_of_config(config.loss)
+        self._own_optimizer = own_optimizer
         self.mesh: Mesh = lay_out(shape, devices)
         self._expansion = expansion
         self.placement = self._placement(REFERENCE_DTYPES if config.loss.has_reference else BATCH_DTYPES)
@@ -91,12 +95,14 @@ class Programs:
     @cached_property
     def abstract(self) -> TrainState:
         """The shapes, dtypes and shardings of the state."""
-        return abstract_state(self.config, self.mesh, self._objective.make_model)
+        return abstract_state(self.config, self.mesh, self._objective.make_model, self._own_optimizer)
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
         """Returns the update on batches of a shape (`make_train_step`)."""
         arrange = self.placement.arrange(shape.micro_batch)
-        train_step = make_train_step(self.config, self.mesh, self.abstract, arrange, self._objective)
+        train_step = make_train_step(
+            self.config, self.mesh, self.abstract, arrange, self._objective, self._own_optimizer
+        )
         count, settings = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
         batch = self.placement.abstract_batch(shape)
         lowered: jax.stages.Lowered = train_step.lower(self.abstract, batch, count, settings)
@@ -105,7 +111,7 @@ class Programs:
     def init(self) -> jax.stages.Lowered:
         """Returns the program of the initial state, from the config's seed: each device makes its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
-        init = partial(init_state, self.config, self.abstract, self._objective.make_model)
+        init = partial(init_state, self.config, self.abstract, self._objective.make_model, self._own_optimizer)
         return jax.jit(init, out_shardings=shardings).lower()
 
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,17 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError
 
 
+class OptimizerMaker(Protocol):
+    """A function that makes a user's optimizer for one update. The state of all of them has the same form."""
+
+    def __call__(self, learning_rate: Any, /) -> optax.GradientTransformation:
+        """Returns the optimizer of an update with that learning rate, a float32 scalar inside of the program."""
+
+
 def make_optimizer(
-    config: OptimizerConfig, settings: UpdateSettings, has_experts: bool = False
+    config: OptimizerConfig, settings: UpdateSettings, has_experts: bool = False, own: OptimizerMaker | None = None
 ) -> optax.GradientTransformation:
-    """Returns the optimizer that `opt_type` names, with one update's settings.
+    """Returns the optimizer that `opt_type` names, or a user's own, with one update's settings.
 
     update = -learning_rate * (direction + adam_weight_decay * parameter), the decay on matrices only (Loshchilov and
     Hutter 2019, https://arxiv.org/abs/1711.05101). The directions have one scale, so a learning rate for adamw is a
@@ -36,6 +43,7 @@ def make_optimizer(
       settings: of the update. They are no part of the state, so make one optimizer inside the step for its update, and
         one with any settings (`AT_REST`) for `init`.
       has_experts: whether some matrices are stacked by layer and by expert.
+      own: makes a user's optimizer, which replaces `opt_type` and its constants.
 
     Returns:
       A transformation of gradients that are already averaged and clipped. Of the state, every array but counts,
@@ -44,6 +52,8 @@ def make_optimizer(
     Raises:
       ConfigError: there is no optimizer of that name.
     """
+    if own is not None:
+        return _with_standard_promotion(own(settings.learning_rate))
     if config.opt_type not in DIRECTIONS:
         raise ConfigError(f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: adamw")
     if config.adam_b1 is None or config.adam_b2 is None:

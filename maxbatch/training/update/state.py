@@ -26,7 +26,7 @@ from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.balance import Balance, BalancedState, learned
-from maxbatch.training.update.optimizers import AT_REST, make_optimizer
+from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.training.update.update_config import UpdateConfig
 
 
@@ -132,7 +132,9 @@ def num_parameters(params: State) -> int:
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
-def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | None = None) -> TrainState:
+def abstract_state(
+    config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | None = None, own_optimizer: OptimizerMaker | None = None
+) -> TrainState:
     """Returns the train state's shapes, dtypes and shardings, without allocating any."""
     _, base = abstract_model(config, make_model=make_model)
     adapters = Adapters.from_config(config.adapters)
@@ -140,7 +142,7 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
     shardings = parameter_shardings(params, mesh)
     frozen_shardings = parameter_shardings(base, mesh) if adapters else None
     balance = None if make_model else Balance.of(config)
-    optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None)
+    optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None, own_optimizer)
     stepped, stepped_shardings = learned(params, balance), learned(shardings, balance)
     opt_state = jax.eval_shape(optimizer.init, stepped)
     whole = NamedSharding(mesh, P())
@@ -180,7 +182,12 @@ def abstract_state(config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | No
     return made._replace(average=average_shapes(made.params))
 
 
-def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMaker | None = None) -> TrainState:
+def init_state(
+    config: UpdateConfig,
+    abstract: TrainState,
+    make_model: ModelMaker | None = None,
+    own_optimizer: OptimizerMaker | None = None,
+) -> TrainState:
     """Returns a new state, of which each device makes its own shard; none ever holds the whole.
 
     The values depend on `init_weights_seed` alone, not on the mesh.
@@ -193,42 +200,49 @@ def init_state(config: UpdateConfig, abstract: TrainState, make_model: ModelMake
         else:
             model = make_model(rngs=nnx.Rngs(key))
         params = nnx.state(model, nnx.Param)
-        return _started(config, params, seed, None if make_model else Balance.of(config))
+        return _started(config, params, seed, None if make_model else Balance.of(config), own_optimizer)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     made: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
     return made
 
 
-def init_opt_state(config: UpdateConfig, abstract: TrainState, params: State) -> TrainState:
+def init_opt_state(
+    config: UpdateConfig, abstract: TrainState, params: State, own_optimizer: OptimizerMaker | None = None
+) -> TrainState:
     """Returns a state that starts from given parameters, with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     balance = Balance.of(config) if isinstance(abstract.opt_state, BalancedState) else None
     if abstract.frozen is None:
 
         def rest(params: State) -> tuple[optax.OptState, State | None]:
-            return _first_opt_state(config, balance, params), _first_average(config, params)
+            return _first_opt_state(config, balance, params, own_optimizer), _first_average(config, params)
 
         opt_state, average = jax.jit(rest, out_shardings=(shardings.opt_state, shardings.average))(params)
         return TrainState(params, opt_state, average=average)
 
     def start(seed: jax.Array) -> TrainState:
-        return _started(config, abstract.model, seed, balance).saved
+        return _started(config, abstract.model, seed, balance, own_optimizer).saved
 
     made = jax.jit(start, out_shardings=shardings.saved)(jnp.uint32(config.init_weights_seed))
     return TrainState(made.params, made.opt_state, params, made.average)
 
 
-def _started(config: UpdateConfig, model: State, seed: jax.Array, balance: Balance | None) -> TrainState:
+def _started(
+    config: UpdateConfig, model: State, seed: jax.Array, balance: Balance | None, own_optimizer: OptimizerMaker | None
+) -> TrainState:
     """Returns the first state of a run that begins from a model's parameters."""
     adapters = Adapters.from_config(config.adapters)
     params = adapters.init(model, seed) if adapters else model
-    opt_state, average = _first_opt_state(config, balance, params), _first_average(config, params)
+    opt_state = _first_opt_state(config, balance, params, own_optimizer)
+    average = _first_average(config, params)
     return TrainState(params, opt_state, model if adapters else None, average)
 
 
-def _first_opt_state(config: UpdateConfig, balance: Balance | None, params: State) -> optax.OptState:
-    optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None)
+def _first_opt_state(
+    config: UpdateConfig, balance: Balance | None, params: State, own_optimizer: OptimizerMaker | None
+) -> optax.OptState:
+    optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None, own_optimizer)
     opt_state = optimizer.init(learned(params, balance))
     return BalancedState(opt_state, balance.no_counts()) if balance else opt_state
 

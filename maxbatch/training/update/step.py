@@ -26,7 +26,7 @@ from maxbatch.parallel.trees import State
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.balance import Balance, BalancedState, RoutingMetrics, Scale, learned, with_learned
 from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
-from maxbatch.training.update.optimizers import AT_REST, make_optimizer
+from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.update_config import UpdateConfig
 
@@ -50,6 +50,7 @@ def make_train_step(
     abstract: TrainState,
     arrange: Callable[[Batch], Batch] = lambda micro_batch: micro_batch,
     objective: Objective = NEXT_TOKEN,
+    own_optimizer: OptimizerMaker | None = None,
 ) -> jax.stages.Wrapped:
     """Builds the jitted, donated update of pre-training.
 
@@ -59,6 +60,7 @@ def make_train_step(
       abstract: shapes and shardings of the state.
       arrange: turns a staged micro-batch into the rows to train on (`Placement.arrange`).
       objective: the loss to minimise.
+      own_optimizer: makes a user's optimizer; None: the config's.
 
     Returns:
       `train_step(state, batch, num_micro_batches, settings) -> (state, StepMetrics)`, with `state` donated,
@@ -97,7 +99,7 @@ def make_train_step(
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
             sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
-        return update(config.optimizer, state, accumulation.total(sums), settings, balance)
+        return update(config.optimizer, state, accumulation.total(sums), settings, balance, own_optimizer)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     whole = NamedSharding(mesh, P())
@@ -113,7 +115,12 @@ def abstract_settings() -> UpdateSettings:
 
 
 def update(
-    config: OptimizerConfig, state: TrainState, totals: Totals, settings: UpdateSettings, balance: Balance | None = None
+    config: OptimizerConfig,
+    state: TrainState,
+    totals: Totals,
+    settings: UpdateSettings,
+    balance: Balance | None = None,
+    own_optimizer: OptimizerMaker | None = None,
 ) -> tuple[TrainState, StepMetrics]:
     """Returns the state after the update and its metrics; an update that is not finite or has no weight is skipped.
 
@@ -129,7 +136,7 @@ def update(
             shrink = jnp.minimum(1.0, config.gradient_clipping_threshold / jnp.maximum(norm, 1e-30))
             gradient = jax.tree.map(lambda g: g * shrink, gradient)
         gradient = optax.tree.cast_like(gradient, params)
-        optimizer = make_optimizer(config, settings, balance is not None)
+        optimizer = make_optimizer(config, settings, balance is not None, own_optimizer)
         before = opt_state.optimizer if balance else opt_state
         updates, opt_state = optimizer.update(gradient, before, params)
         params = with_learned(state.params, optax.apply_updates(params, updates), balance)
@@ -141,7 +148,7 @@ def update(
 
     finite = jnp.isfinite(norm) & jnp.isfinite(totals.loss)
     finite &= jax.lax.cond(
-        finite & _may_overflow(config, settings),
+        finite & (own_optimizer is not None or _may_overflow(config, settings)),
         lambda *inputs: _all_finite(stepped(*inputs).saved),
         lambda *inputs: jnp.bool_(True),
         state,
