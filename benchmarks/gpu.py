@@ -33,7 +33,7 @@ from maxbatch.model.attention import attend
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
-from maxbatch.model.scores import Scores
+from maxbatch.model.scores import ScoreRules
 from maxbatch.plan.program import Kernel
 from maxbatch.system.chips import chip_of
 
@@ -138,7 +138,7 @@ def attention_differences(implementation: Kernel, length: int = 1024, head_dim: 
 
     def outputs_of(which: Kernel, *inputs: jax.Array) -> Any:
         def attended(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-            one = jax.vmap(lambda q, k, v, s: attend(q, k, v, s, Scores(implementation=which)))
+            one = jax.vmap(lambda q, k, v, s: attend(q, k, v, s, ScoreRules(implementation=which)))
             return one(q[:, None], k[:, None], v[:, None], segments_MxL[:, None])[:, 0]
 
         out, pull_back = jax.vjp(attended, *inputs)

@@ -10,7 +10,7 @@ import numpy as np
 from maxbatch.auditing.bench import Bench, Broken
 from maxbatch.auditing.compare import LEAST as LEAST_DISTANCE
 from maxbatch.auditing.compare import TIMES
-from maxbatch.auditing.data import Data, Rows
+from maxbatch.auditing.data import Data, RowSpec
 from maxbatch.auditing.faults import FAULTS, fault, terms
 from maxbatch.auditing.promises import PROMISES, Promise, Side, whole
 from maxbatch.auditing.resuming import ImportMake
@@ -205,7 +205,7 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdi
 
 def _nan(bench: Bench) -> str:
     """Returns what a NaN among the weights of the second update does, in one pass and in one of two passes."""
-    rows = Rows(_ROWS, poisoned=True)
+    rows = RowSpec(_ROWS, poisoned=True)
     in_one, in_two = (_after_nan(bench, Side(layout, rows)) for layout in (whole(_ROWS), Layout(1, 2, _ROWS // 2)))
     return in_one if in_one == in_two else f"{in_one} if the batch is one pass; {in_two} if it is two"
 

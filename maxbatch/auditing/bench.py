@@ -8,8 +8,8 @@ import numpy as np
 
 from maxbatch.auditing import compare
 from maxbatch.auditing.compare import Difference
-from maxbatch.auditing.data import Data, Rows
-from maxbatch.auditing.promises import Promise, Side, Trial, whole
+from maxbatch.auditing.data import Data, RowSpec
+from maxbatch.auditing.promises import Comparison, Promise, Side, whole
 from maxbatch.auditing.resuming import ImportMake, NoProcess, resumed_elsewhere, resumed_here
 from maxbatch.auditing.trainer import Refused, Run, Subject, Unsaved
 from maxbatch.system.errors import ConfigError
@@ -21,7 +21,7 @@ _PERMUTATIONS = 6
 class Broken(NamedTuple):
     """A trial that breaks its promise."""
 
-    trial: Trial
+    trial: Comparison
     difference: Difference
     raised: str = ""  # the exception of the second run, or ""
 
@@ -47,8 +47,8 @@ class Bench:
         self.no_process = ""
         layout = whole(_ROWS)
         try:
-            self.base = self.run(Side(layout, Rows(_ROWS)))
-            self.permuted = [self.run(Side(layout, Rows(_ROWS, order=order))) for order in _orders(data.seed, _ROWS)]
+            self.base = self.run(Side(layout, RowSpec(_ROWS)))
+            self.permuted = [self.run(Side(layout, RowSpec(_ROWS, order=order))) for order in _orders(data.seed, _ROWS)]
         except Refused as refused:
             text = f"make: a batch of {_ROWS} rows, whole on one device, cannot be trained on ({refused})"
             raise ConfigError(text) from refused
@@ -113,7 +113,7 @@ class Bench:
                 return found
         return broken
 
-    def _difference(self, promise: Promise, trial: Trial, first: Run, second: Run) -> Difference | None:
+    def _difference(self, promise: Promise, trial: Comparison, first: Run, second: Run) -> Difference | None:
         if promise.name == "order" and not self.order_distance:  # else its spread is no measure of rounding
             return None
         found = compare.difference(first, second, self.tolerance)
@@ -130,13 +130,13 @@ class Bench:
         array = "all parameters" if params else None
         return Difference(1, array, 0.0, 0.0) if params or loss else None
 
-    def _raises(self, trial: Trial, error: Refused) -> Broken | None:
+    def _raises(self, trial: Comparison, error: Refused) -> Broken | None:
         """Returns a broken promise if the second run raises although rows of its shape have run in its layout."""
         if not trial.same_shapes or isinstance(error, Unsaved):
             return None
         try:
             self.run(trial.first)
-            self.run(Side(trial.second.layout, Rows(trial.second.rows.num_rows)))
+            self.run(Side(trial.second.layout, RowSpec(trial.second.rows.num_rows)))
         except Refused:
             return None
         return Broken(trial, Difference(1, None, float("inf"), 0.0), str(error))

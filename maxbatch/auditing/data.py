@@ -1,6 +1,6 @@
 """The batches of an audit: random rows, and the same rows permuted, padded or with fewer trained tokens.
 
-Shapes: B rows, L tokens in a row, U updates. Rows are named by a `Rows`, so that equal ones are run once.
+Shapes: B rows, L tokens in a row, U updates. RowSpec are named by a `RowSpec`, so that equal ones are run once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from maxbatch.auditing.trainer import Batch
 
 
-class Rows(NamedTuple):
+class RowSpec(NamedTuple):
     """The rows of every update of a run, by how they are made."""
 
     num_rows: int
@@ -42,7 +42,7 @@ class Data(NamedTuple):
     updates: int  # U
     seed: int
 
-    def batches(self, rows: Rows) -> list[Batch]:
+    def batches(self, rows: RowSpec) -> list[Batch]:
         """Returns the batch of every update."""
         batches = [self._batch(rows, update) for update in range(rows.updates or self.updates)]
         if rows.part is not None:
@@ -51,7 +51,7 @@ class Data(NamedTuple):
             batches = [_cut(batch, *part) for batch in batches for part in rows.sequence]
         return batches
 
-    def _batch(self, rows: Rows, update: int) -> Batch:
+    def _batch(self, rows: RowSpec, update: int) -> Batch:
         drawn = [_drawn(self, update, row) for row in range(rows.num_rows)]
         if rows.replaced >= 0:
             drawn[rows.replaced] = _others(drawn[rows.replaced], self.vocab_size)
@@ -70,7 +70,7 @@ class Data(NamedTuple):
             weights, segments = (np.pad(x, ((0, rows.padding), (0, 0))) for x in (weights, segments))
         return {"tokens": tokens, "weights": weights, "segments": segments}
 
-    def _weights(self, rows: Rows) -> np.ndarray:
+    def _weights(self, rows: RowSpec) -> np.ndarray:
         weights = np.ones((rows.num_rows, self.length), np.float32)
         weights[:, 0] = 0  # nothing predicts the first token
         if rows.weights == "uneven":

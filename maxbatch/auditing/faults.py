@@ -11,8 +11,8 @@ import numpy as np
 
 from maxbatch.auditing import compare
 from maxbatch.auditing.bench import Bench, Broken
-from maxbatch.auditing.data import Rows
-from maxbatch.auditing.promises import Side, Trial, whole
+from maxbatch.auditing.data import RowSpec
+from maxbatch.auditing.promises import Comparison, Side, whole
 from maxbatch.auditing.trainer import Layout, Refused, Run
 
 FAULTS = {
@@ -90,7 +90,7 @@ def _of_layout(bench: Bench, broken: Broken, known: Mapping[str, str]) -> str:
     return "low precision" if _order_matters(bench) else "term as a mean"
 
 
-def terms(bench: Bench, trial: Trial) -> list[str]:
+def terms(bench: Bench, trial: Comparison) -> list[str]:
     """Returns the scalars beside the loss that the second run reports otherwise after the first update."""
     try:
         first, second = bench.run(trial.first).metrics[0], bench.run(trial.second).metrics[0]
@@ -105,7 +105,7 @@ def _gap(a: float, b: float) -> float:
     return abs(a - b) / max(abs(a), 1e-12)
 
 
-def _explained(bench: Bench, trial: Trial, first: Run, second: Run, only_loss: bool) -> str:
+def _explained(bench: Bench, trial: Comparison, first: Run, second: Run, only_loss: bool) -> str:
     """Returns the hypothesis that comes closest to the second run, if it is close, or an empty string."""
     candidates = _losses(bench, trial, first) if only_loss else _params(bench, trial, first)
     best, least = "", _CLOSER
@@ -132,7 +132,7 @@ def _is_even(bench: Bench, side: Side) -> bool:
     return len({float(weights[slice(*piece)].sum()) for piece in side.pieces}) == 1
 
 
-def _params(bench: Bench, trial: Trial, first: Run) -> Iterator[tuple[str, int, dict[str, np.ndarray]]]:
+def _params(bench: Bench, trial: Comparison, first: Run) -> Iterator[tuple[str, int, dict[str, np.ndarray]]]:
     """Yields hypotheses, the update after which each holds, and the parameters that it predicts."""
     side, last = trial.second, bench.data.updates
     pieces = _trained_pieces(bench, side)
@@ -160,7 +160,7 @@ def _stepped(first: Run, runs: list[Run], share: float) -> dict[str, np.ndarray]
     return {name: start[name] + share * sum(run.params[1][name] - start[name] for run in runs) for name in start}
 
 
-def _losses(bench: Bench, trial: Trial, first: Run) -> Iterator[tuple[str, int, float]]:
+def _losses(bench: Bench, trial: Comparison, first: Run) -> Iterator[tuple[str, int, float]]:
     """Yields hypotheses, an update, and the loss that each predicts for it; parameters agree, so any update will do."""
     pieces = _trained_pieces(bench, trial.second)
     if len(pieces) < 2:
@@ -175,7 +175,7 @@ def _losses(bench: Bench, trial: Trial, first: Run) -> Iterator[tuple[str, int, 
         yield "sum", 0, float(np.sum(found))
 
 
-def _run(bench: Bench, layout: Layout, rows: Rows) -> Run | None:
+def _run(bench: Bench, layout: Layout, rows: RowSpec) -> Run | None:
     try:
         return bench.run(Side(layout, rows))
     except Refused:
@@ -191,7 +191,7 @@ def _drops(bench: Bench, side: Side) -> bool:
 
 def _order_matters(bench: Bench) -> bool:
     """Returns whether the order of four micro-batches changes the update by as little as numbers of few bits do."""
-    layout, rows = Layout(1, 4, 2), Rows(8)
+    layout, rows = Layout(1, 4, 2), RowSpec(8)
     runs = [_run(bench, layout, rows._replace(order=order)) for order in ((), (6, 7, 4, 5, 2, 3, 0, 1))]
     if runs[0] is None or runs[1] is None:
         return False

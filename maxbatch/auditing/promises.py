@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from maxbatch.auditing.data import Rows
+from maxbatch.auditing.data import RowSpec
 from maxbatch.auditing.trainer import Layout
 
 _MOST_DEVICES = 4
@@ -19,7 +19,7 @@ class Side(NamedTuple):
     """One run."""
 
     layout: Layout
-    rows: Rows
+    rows: RowSpec
     save_after: int = 0  # updates after which a fresh trainer goes on from the saved state; 0: none does
     in_new_process: bool = False  # the fresh trainer is
 
@@ -32,7 +32,7 @@ class Side(NamedTuple):
         return [(start, min(start + per_pass, given)) for start in range(0, given, per_pass)]
 
 
-class Trial(NamedTuple):
+class Comparison(NamedTuple):
     """Two runs of a trainer that must agree, or differ."""
 
     first: Side
@@ -56,7 +56,7 @@ class Promise(NamedTuple):
 
     name: str
     sentence: str
-    trials: Callable[[int, int], Iterator[Trial]]  # of B rows and U updates
+    trials: Callable[[int, int], Iterator[Comparison]]  # of B rows and U updates
     rows: int = 8  # B of the audit
     least_rows: int = 2  # B of the smallest counterexample
 
@@ -76,73 +76,73 @@ def _spreads(num_rows: int) -> Iterator[Layout]:
         yield Layout(2, 2, num_rows // 2)
 
 
-def _against_whole(layouts: Iterator[Layout], rows: Rows) -> Iterator[Trial]:
+def _against_whole(layouts: Iterator[Layout], rows: RowSpec) -> Iterator[Comparison]:
     first = Side(whole(rows.rows_given), rows)
-    yield from (Trial(first, Side(layout, rows)) for layout in layouts)
+    yield from (Comparison(first, Side(layout, rows)) for layout in layouts)
 
 
-def _order(num_rows: int, _: int) -> Iterator[Trial]:
+def _order(num_rows: int, _: int) -> Iterator[Comparison]:
     layout = whole(num_rows)
-    second = Side(layout, Rows(num_rows, order=tuple(reversed(range(num_rows)))))
-    yield Trial(Side(layout, Rows(num_rows)), second, same_shapes=True)
+    second = Side(layout, RowSpec(num_rows, order=tuple(reversed(range(num_rows)))))
+    yield Comparison(Side(layout, RowSpec(num_rows)), second, same_shapes=True)
 
 
-def _every_row(num_rows: int, _: int) -> Iterator[Trial]:
+def _every_row(num_rows: int, _: int) -> Iterator[Comparison]:
     cuts, spreads = list(_cuts(num_rows)), list(_spreads(num_rows))
     for layout in dict.fromkeys([whole(num_rows), *cuts[:1], *cuts[-1:], *spreads[:1]]):
         for row in range(num_rows):
-            first = Side(layout, Rows(num_rows, updates=_ENOUGH))
+            first = Side(layout, RowSpec(num_rows, updates=_ENOUGH))
             second = Side(layout, first.rows._replace(replaced=row))
-            yield Trial(first, second, must_differ=True, same_shapes=True)
+            yield Comparison(first, second, must_differ=True, same_shapes=True)
 
 
-def _weights(num_rows: int, _: int) -> Iterator[Trial]:
+def _weights(num_rows: int, _: int) -> Iterator[Comparison]:
     for layout in (whole(num_rows), *list(_cuts(num_rows))[:1]):
-        rows = Rows(num_rows, "uneven")
-        yield Trial(Side(layout, rows), Side(layout, rows._replace(other_targets=True)), same_shapes=True)
+        rows = RowSpec(num_rows, "uneven")
+        yield Comparison(Side(layout, rows), Side(layout, rows._replace(other_targets=True)), same_shapes=True)
 
 
-def _cut(num_rows: int, _: int) -> Iterator[Trial]:
-    yield from _against_whole(_cuts(num_rows), Rows(num_rows))
+def _cut(num_rows: int, _: int) -> Iterator[Comparison]:
+    yield from _against_whole(_cuts(num_rows), RowSpec(num_rows))
 
 
-def _uneven(num_rows: int, _: int) -> Iterator[Trial]:
+def _uneven(num_rows: int, _: int) -> Iterator[Comparison]:
     for layouts in (_cuts(num_rows), _spreads(num_rows)):
-        yield from _against_whole(layouts, Rows(num_rows, "uneven"))
+        yield from _against_whole(layouts, RowSpec(num_rows, "uneven"))
 
 
-def _empty(num_rows: int, _: int) -> Iterator[Trial]:
+def _empty(num_rows: int, _: int) -> Iterator[Comparison]:
     for layout in (*_cuts(num_rows), *_spreads(num_rows)):
         parts = max(layout.gradient_accumulation_steps, layout.num_devices)
-        for trial in _against_whole(iter([layout]), Rows(num_rows, "empty", parts)):
+        for trial in _against_whole(iter([layout]), RowSpec(num_rows, "empty", parts)):
             yield trial._replace(same_shapes=True)  # as the same cut of full rows, which has run
 
 
-def _remainder(num_rows: int, _: int) -> Iterator[Trial]:
+def _remainder(num_rows: int, _: int) -> Iterator[Comparison]:
     passes = ((g, -(-num_rows // g)) for g in range(2, num_rows) if num_rows % g)
     cuts = [Layout(1, g, per_pass) for g, per_pass in passes if (g - 1) * per_pass < num_rows]
     spreads = [Layout(n, 1, num_rows) for n in (2, 3, 4) if n < num_rows and num_rows % n]
-    yield from _against_whole(iter([*cuts, *spreads]), Rows(num_rows))
+    yield from _against_whole(iter([*cuts, *spreads]), RowSpec(num_rows))
 
 
-def _padding(num_rows: int, _: int) -> Iterator[Trial]:
-    first = Side(whole(num_rows), Rows(num_rows, "uneven"))
+def _padding(num_rows: int, _: int) -> Iterator[Comparison]:
+    first = Side(whole(num_rows), RowSpec(num_rows, "uneven"))
     padded = first.rows._replace(padding=max(1, num_rows // 2))
     given = padded.rows_given
     for layout in (whole(given), *_cuts(given), *_spreads(given)):
-        yield Trial(first, Side(layout, padded))
+        yield Comparison(first, Side(layout, padded))
 
 
-def _devices(num_rows: int, _: int) -> Iterator[Trial]:
-    yield from _against_whole(_spreads(num_rows), Rows(num_rows))
+def _devices(num_rows: int, _: int) -> Iterator[Comparison]:
+    yield from _against_whole(_spreads(num_rows), RowSpec(num_rows))
 
 
-def _resume(num_rows: int, updates: int) -> Iterator[Trial]:
+def _resume(num_rows: int, updates: int) -> Iterator[Comparison]:
     for layout in (whole(num_rows), *list(_cuts(num_rows))[:1]):
-        side = Side(layout, Rows(num_rows))
+        side = Side(layout, RowSpec(num_rows))
         for after in range(1, updates):
-            yield Trial(side, side._replace(save_after=after), same_shapes=True)
-        yield Trial(side, side._replace(save_after=1, in_new_process=True), same_shapes=True)
+            yield Comparison(side, side._replace(save_after=after), same_shapes=True)
+        yield Comparison(side, side._replace(save_after=1, in_new_process=True), same_shapes=True)
 
 
 PROMISES = (

@@ -48,7 +48,7 @@ _MOST_OF_LATENTS = {
 }  # fmt: skip
 
 
-class Trial(NamedTuple):
+class TinyRun(NamedTuple):
     """A tiny run of the form of another."""
 
     keys: dict[str, Any]
@@ -65,7 +65,7 @@ class Trial(NamedTuple):
         return math.prod(self.mesh.values())
 
 
-def make_trial(config: ConfigDict) -> Trial:
+def make_trial(config: ConfigDict) -> TinyRun:
     """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two devices."""
     sizes = {axis: 2 if _is_used(config, axis) else 1 for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
@@ -75,7 +75,7 @@ def make_trial(config: ConfigDict) -> Trial:
     has_held_out = bool(config.eval_dataset_path or config.eval_fraction or config.dataset_type == "python_stdlib")
     stated["eval_fraction"] = 0.1 if has_held_out else 0
     stated["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
-    return Trial(stated, mesh)
+    return TinyRun(stated, mesh)
 
 
 def _is_used(config: ConfigDict, axis: str) -> bool:
@@ -131,7 +131,7 @@ def _batch_keys(config: ConfigDict, sizes: dict[str, int]) -> dict[str, object]:
     return stated
 
 
-def try_run(config: ConfigDict, trial: Trial) -> int:
+def try_run(config: ConfigDict, trial: TinyRun) -> int:
     """Trains a tiny run in a folder that is removed, looks at the real data, and returns the exit code.
 
     Raises:
@@ -154,7 +154,7 @@ def try_run(config: ConfigDict, trial: Trial) -> int:
     return EXIT_DONE
 
 
-def _train(trial: Trial, faults: list[str]) -> None:
+def _train(trial: TinyRun, faults: list[str]) -> None:
     import jax
 
     from maxbatch.training.pretraining import train

@@ -17,7 +17,7 @@ from maxbatch.model.norms import Norm, norm_of, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope, apply_rope
-from maxbatch.model.scores import PLAIN, Scores, soft_capped
+from maxbatch.model.scores import PLAIN, ScoreRules, soft_capped
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, unconstrained
@@ -54,7 +54,7 @@ def attend(
     k_MxLxKxh: jax.Array,
     v_MxLxKxh: jax.Array,
     segments_MxL: jax.Array,
-    scores: Scores = PLAIN,
+    scores: ScoreRules = PLAIN,
     constrain: Constrain = unconstrained,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
@@ -90,7 +90,7 @@ def _attend_plainly(
     k_MxLxKxh: jax.Array,
     v_MxLxKxh: jax.Array,
     mask_Mx1xLxL: jax.Array,
-    scores: Scores,
+    scores: ScoreRules,
     sinks_H: jax.Array | None,
 ) -> jax.Array:
     """Returns causal attention with soft-capped scores or sinks, which JAX's own function does not know."""
@@ -118,7 +118,7 @@ def attend_to_cache(
     q_BxTxHxh: jax.Array,
     cache: Cache,
     positions_BxT: jax.Array,
-    scores: Scores = PLAIN,
+    scores: ScoreRules = PLAIN,
     sinks_H: jax.Array | None = None,
 ) -> jax.Array:
     """Returns the attention of each token to the slots up to its own, as `attend` does: [B, T, H, h] in q's dtype.
@@ -150,7 +150,7 @@ def attend_to_cache(
 
 
 def _cache_logits(
-    q_BxTxKxGxh: jax.Array, cache: Cache, positions_BxT: jax.Array, scores: Scores
+    q_BxTxKxGxh: jax.Array, cache: Cache, positions_BxT: jax.Array, scores: ScoreRules
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the products with the keys, float32[B, K, G, T, L], and which slots a token sees, bool[B, T, L].
 
@@ -207,7 +207,7 @@ class Attention(nnx.Module):
         add_parameters(self, config, name, rngs=rngs)
         self.query_norm, self.key_norm = (norm_of(config, f"{name}.{part}_norm") for part in ("query", "key"))
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
-        self.scores = Scores(scale, config.attn_logits_soft_cap, config.sliding_window_size)
+        self.scores = ScoreRules(scale, config.attn_logits_soft_cap, config.sliding_window_size)
         self.constrain = constrain
         # Without a mesh (to inspect a model or sample from it) it is the plain one, whatever the run was trained with.
         self.implementation: Kernel = "dot_product"

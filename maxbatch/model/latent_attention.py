@@ -24,7 +24,7 @@ from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope, apply_rope
-from maxbatch.model.scores import Scores
+from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.plan.program import Kernel
@@ -47,7 +47,7 @@ class LatentAttention(nnx.Module):
         self.query_down_norm = norm_of(config, f"{name}.query_down_norm", _EPSILON)
         self.latent_norm = norm_of(config, f"{name}.latent_norm", _EPSILON)
         self.rotated, self.unrotated = config.qk_rope_head_dim, config.qk_nope_head_dim
-        self.scores = Scores(_scale(config), config.attn_logits_soft_cap)
+        self.scores = ScoreRules(_scale(config), config.attn_logits_soft_cap)
         self.constrain = constrain
         self.implementation: Kernel = "dot_product"  # without a mesh, as in `Attention`
         if constrain.mesh is not None:

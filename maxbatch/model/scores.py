@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from maxbatch.plan.program import Kernel
 
 
-class Scores(NamedTuple):
+class ScoreRules(NamedTuple):
     """The rules by which scores follow from queries and keys."""
 
     scale: float | None = None  # of the products; None: 1 / sqrt(h)
@@ -25,7 +25,7 @@ class Scores(NamedTuple):
         return near if isinstance(self.is_local, bool) else near | ~self.is_local
 
 
-PLAIN = Scores()
+PLAIN = ScoreRules()
 
 
 def soft_capped(scores: jax.Array, cap: float) -> jax.Array:

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.model.scores import PLAIN, Scores
+from maxbatch.model.scores import PLAIN, ScoreRules
 from maxbatch.parallel.remat import CONTEXT
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.plan.program import LANES
@@ -35,7 +35,7 @@ def splash_attend(
     v_MxLxKxh: jax.Array,
     segments_MxL: jax.Array,
     constrain: Constrain,
-    scores: Scores = PLAIN,
+    scores: ScoreRules = PLAIN,
 ) -> jax.Array:
     """Returns causal attention within segments, in a local layer within a window, as `attend` of attention.py does.
 
@@ -89,7 +89,9 @@ def splash_attend(
     return chosen
 
 
-def _kernel(length: int, heads: int, shards: tuple[int, int], scores: Scores, sees_window: bool, platform: str) -> Any:
+def _kernel(
+    length: int, heads: int, shards: tuple[int, int], scores: ScoreRules, sees_window: bool, platform: str
+) -> Any:
     """Returns the kernel of global layers, or of those that see a window; `shards` split queries and heads."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from fractions import Fraction
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
 from maxbatch.config.keys import Section
+from maxbatch.config.rules import Keyed
 from maxbatch.config.values import Number, Value, exact, plain_number, shown
 from maxbatch.system.errors import ConfigError
 
 _MOST_TRIES = 8  # a refusal seldom needs more than two
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Section)
-
-
-class Keyed(Protocol):
-    """Values by the names of their keys: a section, or a mapping."""
-
-    def __getitem__(self, name: str, /) -> Any: ...
 
 
 class Refusal(ConfigError):

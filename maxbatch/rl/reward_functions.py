@@ -16,7 +16,7 @@ _LONGEST_PROBLEM = 400
 RewardFunction = Callable[[str, str, dict[str, object]], object]
 
 
-class Question(NamedTuple):
+class ResponseToScore(NamedTuple):
     """One response to score, as the functions get it: texts without special tokens, the fields of the record."""
 
     prompt: str
@@ -28,7 +28,7 @@ class RewardError(Exception):
     """A function failed on a response; the message is one line."""
 
 
-def scorer(specs: Sequence[str]) -> Callable[[Question], tuple[float, ...]]:
+def scorer(specs: Sequence[str]) -> Callable[[ResponseToScore], tuple[float, ...]]:
     """Returns the scorer of questions by the functions that `specs` name: "module:function", "path/FILE.py:function".
 
     Raises:
@@ -38,7 +38,7 @@ def scorer(specs: Sequence[str]) -> Callable[[Question], tuple[float, ...]]:
     return lambda question: tuple(_score(function, question) for function in functions)
 
 
-def _score(function: RewardFunction, question: Question) -> float:
+def _score(function: RewardFunction, question: ResponseToScore) -> float:
     """Returns a function's number, finite or not, and raises RewardError if it raised, also SystemExit, or has none."""
     name = getattr(function, "__name__", type(function).__name__)
     try:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxbatch.config.sections import RLConfig
-from maxbatch.rl.reward_functions import Question, scorer
+from maxbatch.rl.reward_functions import ResponseToScore, scorer
 from maxbatch.rl.reward_terms import RewardTerm, parse_rewards, reward_error
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.training.compile.target import host_memory
@@ -33,7 +33,7 @@ from maxbatch.training.compile.target import host_memory
 _ATTEMPTS = 3  # of a response whose worker is killed
 
 
-class Scores(NamedTuple):
+class ResponseScores(NamedTuple):
     """The scores of n responses, in the order of the questions; `reward_on_failure` for those that failed."""
 
     rewards: np.ndarray  # float32[n], the weighted sum of the functions
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
         return dict(zip(self._fields, (*arrays, self.problem), strict=True))
 
     @classmethod
-    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> Scores:
+    def joined(cls, parts: Sequence[Mapping[str, Any]]) -> ResponseScores:
         """Returns the scores of several hosts, each those of `to_json`, one after the other."""
 
         def column(found: Iterable[Sequence[float]], kind: type) -> np.ndarray:
@@ -84,7 +84,7 @@ class Pending:
     terms: Sequence[RewardTerm]
     on_failure: float  # the score of a response that failed
 
-    def result(self) -> Scores:
+    def result(self) -> ResponseScores:
         """Waits for all results and returns the scores.
 
         Raises:
@@ -109,7 +109,7 @@ class Pending:
         if len(bad):
             problem = str(problems.get(bad[0]) or f"no finite number: {tuple(values_NxF[bad[0]].tolist())}")
         timed_out = np.array([isinstance(problems.get(i), TimedOut) for i in range(len(columns))], bool)
-        return Scores(
+        return ResponseScores(
             rewards=columns[:, 0],
             by_name={term.name: columns[:, 1 + i] for i, term in enumerate(self.terms)},
             failed=is_bad & ~timed_out,
@@ -143,7 +143,7 @@ class Rewards:
                 raise reward_error(config.reward, error) from error
             raise
 
-    def submit(self, questions: Sequence[Question]) -> Pending:
+    def submit(self, questions: Sequence[ResponseToScore]) -> Pending:
         """Hands in a batch and returns at once; batches are scored in the order in which they come."""
         return Pending(self._pool.submit(questions), self._terms, self._on_failure)
 

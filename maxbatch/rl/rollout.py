@@ -21,8 +21,8 @@ from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt
-from maxbatch.rl.reward_functions import Question
-from maxbatch.rl.rewards import Rewards, Scores
+from maxbatch.rl.reward_functions import ResponseToScore
+from maxbatch.rl.rewards import ResponseScores, Rewards
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules
 from maxbatch.training.compile.compiler import jit_with
 from maxbatch.training.compile.flags import program_options
@@ -137,7 +137,7 @@ def _of_sampling(config: RolloutConfig) -> RolloutConfig:
     return config.replaced({"dtype": config.rl.sampler_dtype, "attention": "auto"})  # cudnn takes bfloat16 alone
 
 
-def score(rewards: Rewards, sampled: SampledPairs) -> Scores:
+def score(rewards: Rewards, sampled: SampledPairs) -> ResponseScores:
     """Returns the scores of the pairs of a chunk; each host scores its own share of the rows.
 
     It is called by one thread at a time, which may run beside others.
@@ -145,11 +145,11 @@ def score(rewards: Rewards, sampled: SampledPairs) -> Scores:
     group, count = len(sampled.texts) // len(sampled.prompts), len(sampled.texts)
     begin, end = (count * host // jax.process_count() for host in (jax.process_index(), jax.process_index() + 1))
     questions = [
-        Question(sampled.prompts[row // group].text, sampled.texts[row], sampled.prompts[row // group].record)
+        ResponseToScore(sampled.prompts[row // group].text, sampled.texts[row], sampled.prompts[row // group].record)
         for row in range(begin, end)
     ]
     own = rewards.submit(questions).result()
-    return own if jax.process_count() == 1 else Scores.joined(gather(own.to_json(), "scores"))
+    return own if jax.process_count() == 1 else ResponseScores.joined(gather(own.to_json(), "scores"))
 
 
 def chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:

@@ -36,7 +36,7 @@ from maxbatch.rl.timeline import Timeline
 from maxbatch.rl.transcripts import Transcripts
 from maxbatch.rl.warm_start import first_parameters, warm_start_folder, warm_up
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.runs.sessions import Part
+from maxbatch.runs.sessions import TimePart
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import program_options, state_flags, with_flags
@@ -224,7 +224,7 @@ class PolicyTraining:
             )
             self.evaluates = True
         if self.evaluates and start.position.step == 0:
-            with context.sessions.during(Part.EVAL):
+            with context.sessions.during(TimePart.EVAL):
                 found = self.evaluate(state, 1)
             self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
             context.console.print(

@@ -31,7 +31,7 @@ _END_WAIT_S = 5.0
 _MOST_STEPS, _MOST_UPDATES_PER_SECOND, _LATEST = 1 << 40, 10_000, 1e11
 
 
-class Part(StrEnum):
+class TimePart(StrEnum):
     """A part of the wall time of a session."""
 
     START_UP = "start_up"  # whatever is none of the others
@@ -54,7 +54,7 @@ class Session(NamedTuple):
     devices: int
     first_step: int | None  # its first update, from 1; None if it ended before that was known
     last_step: int | None  # its last update that was recorded; `first_step` - 1 if there is none
-    seconds: dict[str, float]  # by `Part`; their sum is the time from the end of the session before to its own end
+    seconds: dict[str, float]  # by `TimePart`; their sum is the time from the end of the session before to its own end
 
     def to_json(self) -> dict[str, object]:
         """Returns the object of its line; times to the millisecond."""
@@ -66,7 +66,7 @@ class Session(NamedTuple):
         """The share of its time that went to updates which are kept; None without any time."""
         return goodput(self.seconds)
 
-    def moved(self, source: Part, target: Part, seconds: float) -> Session:
+    def moved(self, source: TimePart, target: TimePart, seconds: float) -> Session:
         """Returns it with some of the time of one part, or all that there is, counted in another part."""
         found = min(max(seconds, 0.0), self.seconds[source])
         changed = dict(self.seconds)
@@ -76,7 +76,7 @@ class Session(NamedTuple):
 
 
 _SHAPE = {"started": float, "ended": float, "hosts": int, "devices": int, "first_step": int | None,
-          "last_step": int | None, "seconds": {part.value: float for part in Part}}  # fmt: skip
+          "last_step": int | None, "seconds": {part.value: float for part in TimePart}}  # fmt: skip
 
 
 def read_sessions(run_dir: AnyPath) -> list[Session]:
@@ -91,7 +91,7 @@ def read_sessions(run_dir: AnyPath) -> list[Session]:
 def _parse(line: bytes) -> Session | None:
     try:
         found: dict[str, Any] = checked(json.loads(line.decode()), _SHAPE)
-        seconds = {part.value: float(found["seconds"][part]) for part in Part}
+        seconds = {part.value: float(found["seconds"][part]) for part in TimePart}
         session = Session(**{name: found[name] for name in Session._fields[:-1]}, seconds=seconds)
         return session if _is_possible(session) else None
     except (ValueError, TypeError, OverflowError, RecursionError):
@@ -112,14 +112,14 @@ def _is_possible(session: Session) -> bool:
 
 
 def total_seconds(sessions: Sequence[Session]) -> dict[str, float]:
-    """Returns the wall time of a run by `Part`."""
-    return {part.value: sum(session.seconds[part] for session in sessions) for part in Part}
+    """Returns the wall time of a run by `TimePart`."""
+    return {part.value: sum(session.seconds[part] for session in sessions) for part in TimePart}
 
 
 def goodput(seconds: Mapping[str, float]) -> float | None:
     """Returns the share of updates that are kept in the wall time; None without any time."""
     total = sum(seconds.values())
-    return seconds[Part.UPDATES_KEPT] / total if total else None
+    return seconds[TimePart.UPDATES_KEPT] / total if total else None
 
 
 def lost_updates(sessions: Sequence[Session]) -> list[int]:
@@ -143,11 +143,11 @@ def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> Measure
     saves = sum(
         (one.last_step or 0) // checkpoint_period - ((one.first_step or 1) - 1) // checkpoint_period for one in trained
     )
-    starts = (Part.SINCE_SESSION_BEFORE, Part.START_UP, Part.RESTORING, Part.COMPILING)
+    starts = (TimePart.SINCE_SESSION_BEFORE, TimePart.START_UP, TimePart.RESTORING, TimePart.COMPILING)
     again = total_seconds(trained[1:])
     return MeasuredTimes(
-        seconds[Part.CHECKPOINTS] / saves if saves and seconds[Part.CHECKPOINTS] else None,
-        (seconds[Part.UPDATES_KEPT] + seconds[Part.UPDATES_LOST] + seconds[Part.WAITING_FOR_DATA]) / steps
+        seconds[TimePart.CHECKPOINTS] / saves if saves and seconds[TimePart.CHECKPOINTS] else None,
+        (seconds[TimePart.UPDATES_KEPT] + seconds[TimePart.UPDATES_LOST] + seconds[TimePart.WAITING_FOR_DATA]) / steps
         if steps
         else None,
         sum(again[part] for part in starts) / (len(trained) - 1) if len(trained) > 1 else None,
@@ -185,14 +185,14 @@ def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds])
         late.append(times[session.last_step + len(late) + 1])
     waited = min(sum(one.waited for one in late), sum(one.whole for one in late))
     whole = sum(one.whole for one in late)
-    under_way = min(session.seconds[Part.UPDATES_LOST], whole)  # of the first of them, counted by then
+    under_way = min(session.seconds[TimePart.UPDATES_LOST], whole)  # of the first of them, counted by then
     room = max(0.0, now - session.ended)
     added = min(whole - under_way, room)
     kept = max(0.0, under_way + added - waited)
     seconds = session.seconds | {
-        Part.UPDATES_LOST: session.seconds[Part.UPDATES_LOST] - under_way,
-        Part.UPDATES_KEPT: session.seconds[Part.UPDATES_KEPT] + kept,
-        Part.WAITING_FOR_DATA: session.seconds[Part.WAITING_FOR_DATA] + under_way + added - kept,
+        TimePart.UPDATES_LOST: session.seconds[TimePart.UPDATES_LOST] - under_way,
+        TimePart.UPDATES_KEPT: session.seconds[TimePart.UPDATES_KEPT] + kept,
+        TimePart.WAITING_FOR_DATA: session.seconds[TimePart.WAITING_FOR_DATA] + under_way + added - kept,
     }
     return session._replace(ended=session.ended + added, last_step=session.last_step + len(late), seconds=seconds)
 
@@ -202,11 +202,11 @@ def _without(session: Session, first: int, last: float, step: int, times: Mappin
     if last <= step or last < first:
         return session
     if step < first:
-        return session.moved(Part.UPDATES_KEPT, Part.UPDATES_LOST, math.inf)
-    mean = session.seconds[Part.UPDATES_KEPT] / (last - first + 1)
+        return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, math.inf)
+    mean = session.seconds[TimePart.UPDATES_KEPT] / (last - first + 1)
     lost = [one.whole - one.waited for number, one in times.items() if step < number <= last]
     seconds = sum(lost) + mean * (last - step - len(lost))
-    return session.moved(Part.UPDATES_KEPT, Part.UPDATES_LOST, seconds)
+    return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, seconds)
 
 
 class SessionLog:
@@ -226,12 +226,12 @@ class SessionLog:
         self._folder, self._writes = folder, writes
         self._before = read_sessions(folder.path) if writes else []  # as it was found
         self._earlier = self._before  # as this start knows it
-        seconds = {part.value: 0.0 for part in Part}
+        seconds = {part.value: 0.0 for part in TimePart}
         if self._before:
-            seconds[Part.SINCE_SESSION_BEFORE] = max(0.0, started - self._before[-1].ended)
+            seconds[TimePart.SINCE_SESSION_BEFORE] = max(0.0, started - self._before[-1].ended)
         self._own = Session(started, started, hosts, devices, None, None, seconds)
         self._origin = time.perf_counter() - max(0.0, time.time() - started)
-        self._part, self._since = Part.START_UP, self._origin
+        self._part, self._since = TimePart.START_UP, self._origin
         self._lock = threading.Lock()
         self._is_withdrawn = False
         self._writer: Repeating | None = None
@@ -252,7 +252,7 @@ class SessionLog:
             self._write()
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TimePart:
         """The part that time counts in now."""
         return self._part
 
@@ -261,7 +261,7 @@ class SessionLog:
         self._is_withdrawn = True
 
     @contextlib.contextmanager
-    def during(self, part: Part) -> Iterator[None]:
+    def during(self, part: TimePart) -> Iterator[None]:
         """Counts the time of a block in a part, without the blocks within it that count elsewhere."""
         outer = self._turn_to(part)
         try:
@@ -269,7 +269,7 @@ class SessionLog:
         finally:
             self._turn_to(outer)
 
-    def move(self, part: Part, seconds: float) -> None:
+    def move(self, part: TimePart, seconds: float) -> None:
         """Counts seconds that have just passed in another part than the one that they were counted in."""
         with self._lock:
             self._settle()
@@ -286,7 +286,7 @@ class SessionLog:
         self._earlier = resumed(self._before, step, self._own.started, times)
         gap = max(0.0, self._own.started - self._earlier[-1].ended)
         with self._lock:
-            self._own = self._own._replace(seconds=self._own.seconds | {Part.SINCE_SESSION_BEFORE: gap})
+            self._own = self._own._replace(seconds=self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: gap})
 
     def record(self, step: int) -> None:
         """Counts the time in updates so far as kept: the record of update `step` is written."""
@@ -294,9 +294,9 @@ class SessionLog:
             self._writer.check()
         with self._lock:
             self._settle()
-            self._own = self._own.moved(Part.UPDATES_LOST, Part.UPDATES_KEPT, math.inf)._replace(last_step=step)
+            self._own = self._own.moved(TimePart.UPDATES_LOST, TimePart.UPDATES_KEPT, math.inf)._replace(last_step=step)
 
-    def _turn_to(self, part: Part) -> Part:
+    def _turn_to(self, part: TimePart) -> TimePart:
         with self._lock:
             self._settle()
             outer, self._part = self._part, part

@@ -26,7 +26,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.rows import Rows
-from maxbatch.data.stream.samples import Indices, Place, SampleRows
+from maxbatch.data.stream.samples import Indices, SampleOrigin, SampleRows
 from maxbatch.data.stream.stream import Stream
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.trees import State
@@ -144,7 +144,7 @@ class ReferredRows:
     def __init__(self, samples: SampleRows, reference: Reference) -> None:
         self.samples, self.reference, self.row_length = samples, reference, samples.row_length
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleOrigin:
         """Returns the origin of a sample."""
         return self.samples.place(index)
 

@@ -33,7 +33,7 @@ from maxbatch.runs.metrics import MetricsLog, read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.runs.sessions import Part, SessionLog
+from maxbatch.runs.sessions import SessionLog, TimePart
 from maxbatch.system.command_start import take_start
 from maxbatch.system.errors import (
     ConfigError,
@@ -66,11 +66,11 @@ from maxbatch.training.weights.parameters import Reader, Source, open_parameters
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
-    Part.RESTORING: "restoring",
-    Part.COMPILING: "compiling",
-    Part.UPDATES_LOST: "in an update",
-    Part.CHECKPOINTS: "saving",
-    Part.EVAL: "evaluating",
+    TimePart.RESTORING: "restoring",
+    TimePart.COMPILING: "compiling",
+    TimePart.UPDATES_LOST: "in an update",
+    TimePart.CHECKPOINTS: "saving",
+    TimePart.EVAL: "evaluating",
 }
 
 
@@ -171,7 +171,7 @@ class Session(Generic[B]):
         self.config, self.console, self.folder = context.config, context.console, context.folder
         self.checkpoints = self._open_checkpoints()
         self._clock = context.sessions
-        with self._clock.during(Part.RESTORING):
+        with self._clock.during(TimePart.RESTORING):
             newest = self.checkpoints.newest() if self.checkpoints else None
             self._local = self._open_local_checkpoints()
         local = self._local.states[0].record if self._local and self._local.states else None
@@ -183,7 +183,7 @@ class Session(Generic[B]):
         for message in self.plan.warnings:
             warn(message)
         self.task.build(self.plan)
-        with self._clock.during(Part.RESTORING):
+        with self._clock.during(TimePart.RESTORING):
             restored = self._restore()
         if self.checkpoints and not restored and (self.folder.path / "branch.json").exists():
             raise ConfigError(
@@ -204,7 +204,7 @@ class Session(Generic[B]):
             reads = self.task.identities()
             check_agreed(reads, "give every host the same files")
         if not (restored and self.is_complete):
-            with self._clock.during(Part.RESTORING):
+            with self._clock.during(TimePart.RESTORING):
                 self.task.open_start(self.start, is_new=not restored)
         self._changes: list[str] = []
         if self.position.step and is_first():
@@ -336,7 +336,7 @@ class Session(Generic[B]):
             return Outcome(self.position, None, self.config.run_dir)
         with (
             self._naming_what_is_saved(),
-            CompileCounter(partial(self._clock.move, Part.COMPILING)) as compiles,
+            CompileCounter(partial(self._clock.move, TimePart.COMPILING)) as compiles,
             Profiler(self.config.profile_steps, self.folder.path / "profile") as profiler,
             ExitStack() as outputs,
             self.task.feed(self.start) as feed,
@@ -345,7 +345,7 @@ class Session(Generic[B]):
             recorder = self.open_recorder(compiles, outputs)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
-            with self._clock.during(Part.COMPILING):
+            with self._clock.during(TimePart.COMPILING):
                 self.state = self.task.prepare(restored, self.start)
             if self.config.eval_interval > 0 and not self.task.evaluates:
                 unit = self.task.data.unit
@@ -353,15 +353,15 @@ class Session(Generic[B]):
                     f"no evals: no {unit} are held out; eval_fraction or eval_dataset_path holds some out"
                 )
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
-            with self._clock.during(Part.UPDATES_LOST):  # kept once they are recorded
+            with self._clock.during(TimePart.UPDATES_LOST):  # kept once they are recorded
                 self.train(feed, recorder, profiler)
             self._clock.record(self.position.step)
         if self.checkpoints:
-            with self._naming_what_is_saved(), self._clock.during(Part.CHECKPOINTS):
+            with self._naming_what_is_saved(), self._clock.during(TimePart.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
         if self._local and self.is_complete:
             self._local.remove()
-        with self._clock.during(Part.EVAL):
+        with self._clock.during(TimePart.EVAL):
             return self._conclude()
 
     def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> Recorder:
@@ -405,7 +405,7 @@ class Session(Generic[B]):
             profiler.before(step)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
                 self.state, update = task.step(self.state, batch, settings.at(first_sample, batch.planned.num_rows))
-            self._clock.move(Part.WAITING_FOR_DATA, update.data_wait_s)
+            self._clock.move(TimePart.WAITING_FOR_DATA, update.data_wait_s)
             if self._local:
                 self._local.settle()  # before a later update is recorded, so that a restart repeats one period at most
             recorder.add(update)
@@ -438,12 +438,12 @@ class Session(Generic[B]):
         self.position = recorder.position
 
     def _evaluate(self, step: int) -> Mapping[str, object]:
-        with self._clock.during(Part.EVAL):
+        with self._clock.during(TimePart.EVAL):
             return self.task.evaluate(self.state, step)
 
     def _save(self, recorder: Recorder) -> None:
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
-            with self._clock.during(Part.CHECKPOINTS):
+            with self._clock.during(TimePart.CHECKPOINTS):
                 self.folder.check()
                 recorder.sync()
                 self.checkpoints.save(self.state, recorder.position, self.task.ahead())
@@ -453,7 +453,7 @@ class Session(Generic[B]):
 
     def _save_locally(self, recorder: Recorder) -> None:
         assert self._local is not None
-        with self._clock.during(Part.CHECKPOINTS):
+        with self._clock.during(TimePart.CHECKPOINTS):
             self.folder.check()
             recorder.sync()
             self._local.save(self.state, recorder.position)

@@ -16,8 +16,8 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.config.sections import RLConfig
-from maxbatch.rl.reward_functions import Question
-from maxbatch.rl.rewards import Rewards, Scores, parse_rewards
+from maxbatch.rl.reward_functions import ResponseToScore
+from maxbatch.rl.rewards import ResponseScores, Rewards, parse_rewards
 from tests.helpers.processes import alive, pids_of, wait_for
 
 # What the response says is what the function does.
@@ -91,11 +91,11 @@ def rewards(reward: str, *overrides: str) -> Rewards:
     return Rewards(RLConfig.of(load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides])))
 
 
-def questions(responses: list[str], log: Path | str = os.devnull, prompt: str = "p") -> list[Question]:
-    return [Question(prompt, response, {"log": str(log)}) for response in responses]
+def questions(responses: list[str], log: Path | str = os.devnull, prompt: str = "p") -> list[ResponseToScore]:
+    return [ResponseToScore(prompt, response, {"log": str(log)}) for response in responses]
 
 
-def score(reward: str, responses: list[str], *overrides: str) -> Scores:
+def score(reward: str, responses: list[str], *overrides: str) -> ResponseScores:
     with rewards(reward, *overrides) as scorer:
         return scorer.submit(questions(responses)).result()
 
@@ -128,7 +128,7 @@ def test_scores_of_several_hosts_are_joined_as_if_one_had_scored_them(functions:
     texts = ["raises", "a", "bbb", "cc", "nan"]
     whole = score(terms, texts)
     parts = [score(terms, part).to_json() for part in (texts[:3], [], texts[3:])]
-    joined = Scores.joined(json.loads(json.dumps(parts)))
+    joined = ResponseScores.joined(json.loads(json.dumps(parts)))
     assert repr(joined) == repr(whole) and whole.num_failed == 2
 
 
@@ -225,7 +225,7 @@ def test_a_batch_of_512_takes_no_time() -> None:
 
         def seconds() -> float:
             begin = time.monotonic()
-            scores = scorer.submit([Question("1+1=", "200", record)] * 512).result()
+            scores = scorer.submit([ResponseToScore("1+1=", "200", record)] * 512).result()
             assert scores.rewards.sum() == 512
             return time.monotonic() - begin
 
@@ -279,13 +279,13 @@ def test_closing_ends_the_processes_and_whoever_waits(functions: Path) -> None:
 COMMAND = """
     import sys, time
     from maxbatch import load_config
-    from maxbatch.rl.reward_functions import Question
+    from maxbatch.rl.reward_functions import ResponseToScore
     from maxbatch.config.sections import RLConfig
     from maxbatch.rl.rewards import Rewards
 
     scorer = Rewards(RLConfig.of(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"])))
     pids = [worker._process.pid for worker in scorer._pool._workers]
-    pending = scorer.submit([Question("p", "spins", {"log": sys.argv[1]})])
+    pending = scorer.submit([ResponseToScore("p", "spins", {"log": sys.argv[1]})])
     print(*pids, flush=True)
     time.sleep(60)
 """

@@ -11,13 +11,13 @@ import pytest
 
 from maxbatch.runs.metrics import UpdateSeconds
 from maxbatch.runs.run_folder import SESSIONS_FILE, RunFolder
-from maxbatch.runs.sessions import Part, Session, SessionLog, goodput, read_sessions, resumed, total_seconds
+from maxbatch.runs.sessions import Session, SessionLog, TimePart, goodput, read_sessions, resumed, total_seconds
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.leases import Lease
 from maxbatch.system.storage import as_path
 from tests.helpers.stores import Store
 
-NOTHING = {part.value: 0.0 for part in Part}
+NOTHING = {part.value: 0.0 for part in TimePart}
 
 
 def session(started: float, first: int | None, last: int | None, **seconds: float) -> Session:
@@ -81,13 +81,13 @@ def test_the_parts_of_a_session_add_up_to_its_wall_time(tmp_path: Path) -> None:
         with SessionLog(folder, started, 2, 8, writes=True) as log:
             assert read_sessions(tmp_path)[0].first_step is None, "the line is there from the start on"
             log.stand_at(0)
-            with log.during(Part.UPDATES_LOST):
+            with log.during(TimePart.UPDATES_LOST):
                 time.sleep(0.02)
-                log.move(Part.WAITING_FOR_DATA, 0.01)
-                log.move(Part.COMPILING, 1e9)
+                log.move(TimePart.WAITING_FOR_DATA, 0.01)
+                log.move(TimePart.COMPILING, 1e9)
                 log.record(1)
                 time.sleep(0.01)
-                with log.during(Part.EVAL):
+                with log.during(TimePart.EVAL):
                     time.sleep(0.01)
                 log.record(2)
                 time.sleep(0.01)
@@ -108,7 +108,7 @@ def test_the_parts_of_a_session_add_up_to_its_wall_time(tmp_path: Path) -> None:
 
 def test_time_that_is_counted_already_is_not_counted_twice() -> None:
     compiling = session(0, 1, 1, compiling=3)
-    assert compiling.moved(Part.COMPILING, Part.COMPILING, 2) == compiling
+    assert compiling.moved(TimePart.COMPILING, TimePart.COMPILING, 2) == compiling
 
 
 def test_a_start_that_is_refused_or_has_nothing_to_do_has_no_line(tmp_path: Path) -> None:

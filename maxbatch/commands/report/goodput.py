@@ -8,21 +8,22 @@ from typing import Any
 
 from maxbatch.commands.report.runs import ReportedRun
 from maxbatch.pages.page import heading, paragraph, shares_bar, table
-from maxbatch.runs.sessions import Part, Session, goodput, lost_updates, total_seconds
+from maxbatch.runs.sessions import Session, TimePart, goodput, lost_updates, total_seconds
 from maxbatch.system.folding import counted
 
 # The order of the bar: what trains, what it needs, what is lost.
 _WORDS = {
-    Part.UPDATES_KEPT: "updates kept", Part.WAITING_FOR_DATA: "waiting for data", Part.EVAL: "eval",
-    Part.CHECKPOINTS: "checkpoints", Part.START_UP: "start-up", Part.RESTORING: "restoring",
-    Part.COMPILING: "compiling", Part.UPDATES_LOST: "updates lost", Part.SINCE_SESSION_BEFORE: "between sessions",
+    TimePart.UPDATES_KEPT: "updates kept", TimePart.WAITING_FOR_DATA: "waiting for data", TimePart.EVAL: "eval",
+    TimePart.CHECKPOINTS: "checkpoints", TimePart.START_UP: "start-up", TimePart.RESTORING: "restoring",
+    TimePart.COMPILING: "compiling", TimePart.UPDATES_LOST: "updates lost",
+    TimePart.SINCE_SESSION_BEFORE: "between sessions",
 }  # fmt: skip
 _HEADS = (
     "session", "started (UTC)", "hosts", "devices", "updates", "updates lost", "wall time (s)", "kept (s)", "lost (s)",
     "away before (s)", "until its first update (s)", "goodput",
 )  # fmt: skip
 _MOST_SESSIONS = 200
-_START_PARTS = (Part.START_UP, Part.RESTORING, Part.COMPILING)
+_START_PARTS = (TimePart.START_UP, TimePart.RESTORING, TimePart.COMPILING)
 
 
 def goodput_line(run: ReportedRun) -> str | None:
@@ -61,8 +62,8 @@ def _row(number: int, session: Session, num_lost: int) -> list[object]:
     share = session.goodput
     return [
         number, f"{datetime.fromtimestamp(session.started, UTC):%Y-%m-%d %H:%M:%S}", session.hosts, session.devices,
-        trained, num_lost, sum(seconds.values()), seconds[Part.UPDATES_KEPT], seconds[Part.UPDATES_LOST],
-        seconds[Part.SINCE_SESSION_BEFORE], sum(seconds[part] for part in _START_PARTS),
+        trained, num_lost, sum(seconds.values()), seconds[TimePart.UPDATES_KEPT], seconds[TimePart.UPDATES_LOST],
+        seconds[TimePart.SINCE_SESSION_BEFORE], sum(seconds[part] for part in _START_PARTS),
         None if share is None else f"{share:.1%}",
     ]  # fmt: skip
 

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from maxbatch.data.store.chat_rendering import ConversationError, Message, Question, Rendered
+from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Message, Rendered
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError
 
@@ -34,14 +34,14 @@ class ChatPrompts:
 
     def text(self, messages: Sequence[Message]) -> str:
         """Returns the text of such a conversation; raises as `ids` does."""
-        return self._rendered(Question(messages, {}, prompts=True)).text
+        return self._rendered(Conversation(messages, {}, prompts=True)).text
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
         """The id of the special token that ends a turn of the assistant, if the template writes one."""
         messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
         try:
-            text, spans = self._rendered(Question(messages, {}))
+            text, spans = self._rendered(Conversation(messages, {}))
         except ConfigError:  # of a template that refuses the two messages; the tokenizer's end of text is left
             return ()
         turn = text[slice(*spans[-1])].rstrip() if spans else ""
@@ -52,13 +52,13 @@ class ChatPrompts:
     def is_prompt(self, ids: Sequence[int]) -> bool:
         """Returns whether tokens end as the template begins a turn of the assistant."""
         try:
-            text = self._rendered(Question([{"role": "user", "content": _ASKED}], {}, prompts=True)).text
+            text = self._rendered(Conversation([{"role": "user", "content": _ASKED}], {}, prompts=True)).text
         except ConfigError:
             return False
         begin = self._tokenizer.encode_markup_batch([text.rpartition(_ASKED)[2]])[0].tolist()
         return bool(begin) and list(ids[-len(begin) :]) == begin
 
-    def _rendered(self, question: Question) -> Rendered:
+    def _rendered(self, question: Conversation) -> Rendered:
         [found] = self._template.render([question])
         if isinstance(found, ConversationError):
             raise ConfigError(f"the conversation cannot be written: {found}")

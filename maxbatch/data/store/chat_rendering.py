@@ -36,7 +36,7 @@ class Rendered(NamedTuple):
     spans: list[Span]
 
 
-class Question(NamedTuple):
+class Conversation(NamedTuple):
     """A conversation to render.
 
     Attributes:
@@ -61,7 +61,7 @@ class Renderer:
         self._sources, self._variables, self._ends = sources, variables, ends
         self._programs: dict[str, Template] = {}
 
-    def __call__(self, question: Question) -> Rendered:
+    def __call__(self, question: Conversation) -> Rendered:
         """Returns the text of a conversation, and the spans of the assistant's messages.
 
         Raises:
@@ -87,7 +87,7 @@ class Renderer:
         trained = [turn for turn in turns if turn >= first and turn not in untrained]
         return Rendered(text, [self._turn(source, text, question, turn) for turn in trained])
 
-    def _turn(self, source: str, text: str, question: Question, turn: int) -> Span:
+    def _turn(self, source: str, text: str, question: Conversation, turn: int) -> Span:
         """Returns the span of the assistant's message number `turn`."""
         messages, extras = question.messages, question.extras
         prompt = self._text(source, messages[:turn], extras, add_generation_prompt=True).text

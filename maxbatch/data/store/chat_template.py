@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from maxbatch.config.values import shown, shown_path
-from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered, Renderer, check_syntax
+from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered, Renderer, check_syntax
 from maxbatch.system.bounded import RefusedContent, read_json, read_text
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
@@ -51,7 +51,7 @@ class ChatTemplate:
         """The values that fix the text of every conversation."""
         return json.dumps([dict(self.sources), dict(self.variables), sorted(self.ends)], sort_keys=True)
 
-    def render(self, questions: Sequence[Question]) -> list[Rendered | ConversationError]:
+    def render(self, questions: Sequence[Conversation]) -> list[Rendered | ConversationError]:
         """Returns the text of each conversation, and the spans of its assistant's messages; or why it has none.
 
         Raises:
@@ -60,7 +60,7 @@ class ChatTemplate:
         return [_answer(future) for future in self._pool.submit(questions)]
 
     @cached_property
-    def _pool(self) -> WorkerPool[Question, Rendered]:
+    def _pool(self) -> WorkerPool[Conversation, Rendered]:
         setup = functools.partial(Renderer, dict(self.sources), dict(self.variables), self.ends)
         pool = WorkerPool(setup, 1, limit_s=_LIMIT_S, memory_bytes=_MEMORY_BYTES)
         weakref.finalize(self, pool.close)

@@ -35,7 +35,7 @@ import numpy as np
 
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
-from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered
+from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered
 from maxbatch.data.store.chat_template import ChatTemplate
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.bounded import RefusedContent, read_json
@@ -111,11 +111,11 @@ class Conversations:
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
         read = [self._read(record) for record in records]
-        questions = [one for parts in read for one in parts if isinstance(one, Question)]
+        questions = [one for parts in read for one in parts if isinstance(one, Conversation)]
         rendered = iter(self.template.render(questions) if questions else [])
         encoded: list[tuple[Encoded, ...] | None] = []
         for number, parts in enumerate(read):
-            found = [next(rendered) if isinstance(one, Question) else one for one in parts]
+            found = [next(rendered) if isinstance(one, Conversation) else one for one in parts]
             try:
                 encoded.append(tuple(map(self._encoded, found)))
             except ConversationError as error:
@@ -124,7 +124,7 @@ class Conversations:
                 encoded.append(None)
         return encoded
 
-    def _read(self, utf8: bytes) -> Sequence[Question | _Texts | ConversationError]:
+    def _read(self, utf8: bytes) -> Sequence[Conversation | _Texts | ConversationError]:
         """Returns the conversations of a record, or why it has none."""
         try:
             record = json.loads(utf8)
@@ -187,7 +187,7 @@ class Conversations:
             whole = np.append(whole, np.int32(end))
         return Encoded(whole, np.arange(len(whole)) >= (begin if self.completion_only else 0))
 
-    def _conversation(self, record: Mapping[str, object]) -> Question | _Texts:
+    def _conversation(self, record: Mapping[str, object]) -> Conversation | _Texts:
         """Returns the conversation of a record in the form that is stated, or found."""
         fields = {form: tuple(name or self.text_field for name in names) for form, names in _FIELDS.items()}
 
@@ -205,7 +205,7 @@ class Conversations:
         if form == "alpaca":
             asked = "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input", ""))))
             turns = [("system", _text(record, "system", "")), ("user", asked), ("assistant", _text(record, "output"))]
-            return Question([{"role": role, "content": text} for role, text in turns if text or role != "system"],
+            return Conversation([{"role": role, "content": text} for role, text in turns if text or role != "system"],
                             _extras(record))  # fmt: skip
         if form == "completion":
             return _prompted(record)
@@ -213,7 +213,7 @@ class Conversations:
         system = _text(record, "system", "") if form == "sharegpt" else ""
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
-        return Question(messages, _extras(record))
+        return Conversation(messages, _extras(record))
 
 
 class Encoded(NamedTuple):
@@ -235,7 +235,7 @@ def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
     return (a for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
 
 
-def _pair(record: Mapping[str, object]) -> tuple[Question | _Texts, Question | _Texts]:
+def _pair(record: Mapping[str, object]) -> tuple[Conversation | _Texts, Conversation | _Texts]:
     """Returns the prompt of a record with its chosen answer, and with its rejected one."""
     prompt, chosen, rejected = (record.get(name) for name in _PAIR)
     if chosen is None or rejected is None:
@@ -256,19 +256,19 @@ def _pair(record: Mapping[str, object]) -> tuple[Question | _Texts, Question | _
             answers = [answer[len(asked) :] for answer in answers]
             if not all(answers):
                 raise ConversationError("fields chosen and rejected: one of them is only the beginning of the other")
-        one, other = (Question([*asked, *answer], _extras(record), len(asked)) for answer in answers)
+        one, other = (Conversation([*asked, *answer], _extras(record), len(asked)) for answer in answers)
         return one, other
     raise ConversationError("fields prompt, chosen and rejected must be all texts, or all lists of messages")
 
 
-def _prompted(record: Mapping[str, object]) -> Question | _Texts:
+def _prompted(record: Mapping[str, object]) -> Conversation | _Texts:
     """Returns the conversation of a record with prompt and completion."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return _Texts(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         asked, answered = messages_of(prompt, "prompt"), messages_of(completion, "completion")
-        return Question([*asked, *answered], _extras(record), len(asked))
+        return Conversation([*asked, *answered], _extras(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list):
             raise ConversationError(f"field {name} is a {type(value).__name__}, not a text or a list of messages")
@@ -283,7 +283,7 @@ def _text(record: Mapping[str, object], name: str, default: str | None = None) -
     return value
 
 
-def _checked(question: Question, completion_only: bool) -> Question:
+def _checked(question: Conversation, completion_only: bool) -> Conversation:
     """Returns a conversation with the messages to leave out of training; raises ConversationError if it has no end."""
     messages = question.messages
     if messages[-1]["role"] == "user":

@@ -12,7 +12,7 @@ from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
 from maxbatch.data.stream.rows import Rows
-from maxbatch.data.stream.samples import Indices, Place
+from maxbatch.data.stream.samples import Indices, SampleOrigin
 from maxbatch.data.stream.sources import Identity
 from maxbatch.data.stream.stream import Stream
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -61,9 +61,9 @@ class OwnRows:
         if self.num_rows == 0:
             raise ConfigError("stream: holds no samples; works: at least one")
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleOrigin:
         """Returns the epoch and the row of a sample."""
-        return Place(0, index) if self.num_rows is None else Place(*divmod(index, self.num_rows))
+        return SampleOrigin(0, index) if self.num_rows is None else SampleOrigin(*divmod(index, self.num_rows))
 
     def batch(self, indices: Indices) -> Rows:
         """Returns samples by their indices, arrays [n, L]."""

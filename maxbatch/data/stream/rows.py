@@ -72,7 +72,7 @@ class Placed(NamedTuple):
     extents: Extents
 
 
-class Layout(Protocol):
+class SlotLayout(Protocol):
     """Documents one after the other in a sequence of `num_slots` slots, each for tokens of one document."""
 
     num_slots: int
@@ -150,7 +150,7 @@ class BlockLayout:
         return Extents.of(block, self._documents.between(first, first + len(block) - 1) - first)
 
 
-Lay = Callable[[int], Layout]  # makes the layout of documents in slots of a number of tokens
+Lay = Callable[[int], SlotLayout]  # makes the layout of documents in slots of a number of tokens
 
 
 class ConcatenatePlan:

@@ -23,7 +23,7 @@ MAX_SHUFFLED_ROWS = 1 << 32
 Indices = Sequence[int] | np.ndarray
 
 
-class Place(NamedTuple):
+class SampleOrigin(NamedTuple):
     """The origin of a sample."""
 
     epoch: int  # of its source
@@ -36,7 +36,7 @@ class SampleRows(Protocol):
 
     row_length: int
 
-    def place(self, index: int) -> Place: ...  # the origin of a sample
+    def place(self, index: int) -> SampleOrigin: ...  # the origin of a sample
 
     def batch(self, indices: Indices) -> Rows: ...  # the samples with these indices, in their order
 
@@ -51,7 +51,7 @@ class Epochs:
         self.row_length = rows.row_length
         self._shuffle = shuffle
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleOrigin:
         return place_in_epochs(index, self.rows.num_rows, self._shuffle)
 
     def batch(self, indices: Indices) -> Rows:
@@ -86,9 +86,9 @@ class Mixed:
         self._names, self._epochs = list(sources), list(sources.values())
         self.row_length = self._epochs[0].row_length
 
-    def place(self, index: int) -> Place:
+    def place(self, index: int) -> SampleOrigin:
         source, place = (array.tolist()[0] for array in self._order.at([operator.index(index)]))
-        found: Place = self._epochs[source].place(place)._replace(source=self._names[source])
+        found: SampleOrigin = self._epochs[source].place(place)._replace(source=self._names[source])
         return found
 
     def batch(self, indices: Indices) -> Rows:
@@ -145,16 +145,16 @@ def _trained(parts: Sequence[RowSource]) -> dict[str, Any]:
     }
 
 
-def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> Place:
+def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> SampleOrigin:
     """Returns the place of sample `index` in an endless series of epochs, each of them permuted anew. O(1) in `index`.
 
     The seed and the name in `shuffle` key the permutations; without it, rows are in order.
     """
     epoch, slot = divmod(operator.index(index), num_rows)
     if shuffle is None:
-        return Place(epoch, slot)
+        return SampleOrigin(epoch, slot)
     key = epoch_key(*shuffle, epoch)
-    return Place(epoch, index_shuffle(slot, max_index=num_rows - 1, seed=key, rounds=4))
+    return SampleOrigin(epoch, index_shuffle(slot, max_index=num_rows - 1, seed=key, rounds=4))
 
 
 @lru_cache(maxsize=64)

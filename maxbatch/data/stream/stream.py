@@ -15,7 +15,7 @@ from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import StagedOrder, WeightedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.rows import Rows
-from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, Place, SampleRows
+from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, SampleOrigin, SampleRows
 from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity, refuse_num_epochs
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
@@ -82,7 +82,7 @@ class Stream:
         """Returns samples start to stop - 1 as arrays [stop - start, L]."""
         return self.batch(range(start, stop))
 
-    def row(self, index: int) -> Place:
+    def row(self, index: int) -> SampleOrigin:
         """Returns the origin of sample `index`."""
         self._check(index)
         return self.samples.place(index)

@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from maxbatch.runs.metrics_schema import Metric, find_metric
-from maxbatch.runs.sessions import Part
+from maxbatch.runs.sessions import TimePart
 from maxbatch.system.bars import LINE_S, Bar, Pace, progress_bar
 from maxbatch.system.folding import folded, folded_parts
 from maxbatch.training.record.recorder import not_finite
@@ -91,7 +91,7 @@ class RunProgress:
 
     def _explain(self, silent_s: float) -> None:
         """Prints a line about a compilation that takes long, once."""
-        if not self._has_explained and silent_s >= _SLOW_COMPILE_S and self._doing() == Part.COMPILING:
+        if not self._has_explained and silent_s >= _SLOW_COMPILE_S and self._doing() == TimePart.COMPILING:
             self._has_explained = True
             self._console.print(folded(_OF_SLOW_COMPILE, 2, self._width))
 

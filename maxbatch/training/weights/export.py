@@ -34,7 +34,7 @@ from maxbatch.system.fences import BUILDING
 from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.huggingface import Place, parameter_places, tensor_shapes
+from maxbatch.training.weights.huggingface import TensorPlace, parameter_places, tensor_shapes
 from maxbatch.training.weights.parameters import Reader, open_parameters, open_source, placed
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
@@ -123,7 +123,7 @@ def _this_host() -> jax.Device:
 
 
 def _write_tensors(
-    target: AnyPath, places: dict[tuple[str, ...], Place], tensors: Iterator[np.ndarray], dtype: str
+    target: AnyPath, places: dict[tuple[str, ...], TensorPlace], tensors: Iterator[np.ndarray], dtype: str
 ) -> tuple[int, int]:
     """Writes the tensors in files of at most 5 GB; returns the files' number and bytes."""
     shapes, dtypes = tensor_shapes(places), _dtypes(places, dtype)
@@ -151,7 +151,7 @@ def _write_tensors(
     return len(files), total
 
 
-def _dtypes(places: dict[tuple[str, ...], Place], dtype: str) -> dict[str, str]:
+def _dtypes(places: dict[tuple[str, ...], TensorPlace], dtype: str) -> dict[str, str]:
     """Returns the types of the tensors, by name: float32 for a routers' bias, which a shorter type would round."""
     return {
         name: DTYPE_NAMES["float32" if place.layout.is_float32 else dtype]
@@ -160,7 +160,7 @@ def _dtypes(places: dict[tuple[str, ...], Place], dtype: str) -> dict[str, str]:
     }
 
 
-def _groups(places: dict[tuple[str, ...], Place]) -> Iterator[tuple[tuple[str, ...], ...]]:
+def _groups(places: dict[tuple[str, ...], TensorPlace]) -> Iterator[tuple[tuple[str, ...], ...]]:
     """Yields the parameters that share tensors, each once."""
     for path, place in places.items():
         group = place.layout.joined or (path,)
@@ -168,12 +168,14 @@ def _groups(places: dict[tuple[str, ...], Place]) -> Iterator[tuple[tuple[str, .
             yield group
 
 
-def _names_in_order(places: dict[tuple[str, ...], Place]) -> Iterator[str]:
+def _names_in_order(places: dict[tuple[str, ...], TensorPlace]) -> Iterator[str]:
     for group in _groups(places):
         yield from places[group[0]].names
 
 
-def _tensors(places: dict[tuple[str, ...], Place], abstract: State, read: Reader, dtype: str) -> Iterator[np.ndarray]:
+def _tensors(
+    places: dict[tuple[str, ...], TensorPlace], abstract: State, read: Reader, dtype: str
+) -> Iterator[np.ndarray]:
     """Yields the tensors in the order of their names; parameters are read when their tensors are due."""
     all_of_them = dict(nnx.to_flat_state(abstract))
     for group in _groups(places):

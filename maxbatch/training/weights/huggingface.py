@@ -23,7 +23,7 @@ Array = TypeVar("Array", np.ndarray, jax.Array)
 Axes = tuple[tuple[int, ...], ...]
 
 
-class Layout(NamedTuple):
+class TensorLayout(NamedTuple):
     """One parameter's place in a tensor; {layer} and {expert} in the name stand for the numbers of its parts."""
 
     name: str
@@ -48,11 +48,11 @@ class Layout(NamedTuple):
         return parameter.transpose(order).reshape(self.shape(parameter.shape))
 
 
-def layouts_of(decoder_block: str) -> dict[ParameterPath, Layout]:
+def layouts_of(decoder_block: str) -> dict[ParameterPath, TensorLayout]:
     """Returns the layouts of all parameters that the tensors of a family may hold."""
     family = FAMILIES[decoder_block]
     names = {row: name for row in TABLES[decoder_block] if (name := _tensor(family, row))}
-    found: dict[ParameterPath, Layout] = {}
+    found: dict[ParameterPath, TensorLayout] = {}
     for row, name in names.items():
         inputs, outputs = (tuple(axis - row.per_expert for axis in group) for group in row.groups)
         is_reversed = row.is_map and not (family.inputs_first and row.is_stacked)
@@ -63,7 +63,7 @@ def layouts_of(decoder_block: str) -> dict[ParameterPath, Layout]:
             axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
         together = tuple(other.path for other in names if names[other] == name and other.path[0] == row.path[0])
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
-        found[row.path] = Layout(name, axes, joined, along, holds_experts, row.is_float32)
+        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, row.is_float32)
     return found
 
 
@@ -77,10 +77,10 @@ def _tensor(family: Family, row: Parameter) -> str | None:
     return module and f"{before}{module}.{after}"
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """A parameter's part of a tensor, or of one tensor per layer, or per layer and expert."""
 
-    layout: Layout
+    layout: TensorLayout
     shape: tuple[int, ...]  # of the parameter, in one layer and of one expert
     first: int  # where its part begins along the layout's joined axis
     stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
@@ -121,7 +121,7 @@ class Place(NamedTuple):
         return slice(self.first, self.first + self.part_shape[axis])
 
 
-def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, Place]:
+def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, TensorPlace]:
     """Returns the place of each parameter, or of its abstract shape, in the tensors of its family.
 
     Raises:
@@ -132,7 +132,7 @@ def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, P
     per_expert = {row.path for row in TABLES[decoder_block] if row.per_expert}
     num_dense = next((shape[0] for path, shape in shapes.items() if path[0] == DENSE_LAYERS), 0)
 
-    def place(path: ParameterPath) -> Place:
+    def place(path: ParameterPath) -> TensorPlace:
         if path not in layouts:
             name = ".".join(path)
             raise ConfigError(f"decoder_block={decoder_block}: Hugging Face's family has no parameter like {name}")
@@ -145,12 +145,12 @@ def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, P
         first = len(before)
         if not layout.has_experts:
             first = sum(place(other).part_shape[layout.joined_axis] for other in before)
-        return Place(layout, shape, first, stacked, num_dense if path[0] == LAYERS else 0)
+        return TensorPlace(layout, shape, first, stacked, num_dense if path[0] == LAYERS else 0)
 
     return {path: place(path) for path in shapes}
 
 
-def tensor_shapes(places: dict[ParameterPath, Place]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(places: dict[ParameterPath, TensorPlace]) -> dict[str, tuple[int, ...]]:
     """Returns the name and shape of each tensor that parameters are made of."""
     found: dict[str, tuple[int, ...]] = {}
     for place in places.values():

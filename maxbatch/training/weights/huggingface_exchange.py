@@ -20,10 +20,10 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import StoredTensor
-from maxbatch.training.weights.huggingface import Place
+from maxbatch.training.weights.huggingface import TensorPlace
 
 
-def read_shared(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns a parameter of matrices. Every host of its mesh must call this, for the same parameters in one order.
 
     Args:
@@ -44,7 +44,7 @@ def read_shared(stored: dict[str, StoredTensor], place: Place, abstract: jax.Sha
     return whole
 
 
-def _exchange(place: Place, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
+def _exchange(place: TensorPlace, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
     """Returns the shardings that a tensor has one after another, from an equal share of rows to the parameter's parts.
 
     Along mesh axes that do not split the parameter the rows are gathered, then the others exchange them. In one move
@@ -59,7 +59,7 @@ def _exchange(place: Place, sharding: NamedSharding, num_axes: int) -> list[Name
 
 
 def _by_rows(
-    tensor: StoredTensor, place: Place, sharding: NamedSharding, dtype: np.dtype, threads: ThreadPoolExecutor
+    tensor: StoredTensor, place: TensorPlace, sharding: NamedSharding, dtype: np.dtype, threads: ThreadPoolExecutor
 ) -> jax.Array:
     """Returns a parameter's part of a tensor, split evenly by rows, with rows of zeros at its end."""
     num_rows, num_columns = place.part_shape
@@ -82,7 +82,7 @@ def _by_rows(
 
 
 def _adder(
-    place: Place, sharding: NamedSharding, exchange: list[NamedSharding]
+    place: TensorPlace, sharding: NamedSharding, exchange: list[NamedSharding]
 ) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
     """Returns a compiled function that puts one of the parameter's tensors into it."""
 

@@ -31,7 +31,13 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
 from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors, tensor_files
 from maxbatch.system.storage import AnyPath, read_range
-from maxbatch.training.weights.huggingface import NOT_PARAMETERS, Place, layouts_of, parameter_places, tensor_shapes
+from maxbatch.training.weights.huggingface import (
+    NOT_PARAMETERS,
+    TensorPlace,
+    layouts_of,
+    parameter_places,
+    tensor_shapes,
+)
 from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
@@ -181,7 +187,7 @@ def zeros_of(abstract: jax.ShapeDtypeStruct) -> jax.Array:
 Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a parameter
 
 
-def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+def _read(stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct) -> jax.Array:
     """Returns one parameter, of which each device is given its own part."""
     assert abstract.sharding is not None
     if not abstract.sharding.is_fully_addressable and len(place.part_shape) == 2:
@@ -197,7 +203,9 @@ def _read(stored: dict[str, StoredTensor], place: Place, abstract: jax.ShapeDtyp
     return whole
 
 
-def _parts(stored: dict[str, StoredTensor], place: Place, cuts: set[Cut], dtype: np.dtype) -> dict[Cut, np.ndarray]:
+def _parts(
+    stored: dict[str, StoredTensor], place: TensorPlace, cuts: set[Cut], dtype: np.dtype
+) -> dict[Cut, np.ndarray]:
     """Returns parts of a parameter; each of its tensors is read once."""
     parts = {cut: empty_aligned([end - begin for begin, end in cut], dtype) for cut in cuts}
     with ThreadPoolExecutor() as threads:

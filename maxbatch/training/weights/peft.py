@@ -24,18 +24,18 @@ from maxbatch.system.errors import writing
 from maxbatch.system.safetensors import DTYPES, write_tensors
 from maxbatch.training.update.adapters import Adapters, Target
 from maxbatch.training.weights.export import DTYPE_NAMES, copy_tokenizer, new_folder
-from maxbatch.training.weights.huggingface import Place, parameter_places
+from maxbatch.training.weights.huggingface import TensorPlace, parameter_places
 from maxbatch.training.weights.parameters import load_adapters
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's names
 
 
-class Part(NamedTuple):
+class AdaptedPart(NamedTuple):
     """A target's part of a linear module."""
 
     target: Target
-    place: Place
+    place: TensorPlace
 
 
 class Module(NamedTuple):
@@ -43,7 +43,7 @@ class Module(NamedTuple):
 
     name: str  # with {layer}
     layers: range  # the numbers of the layers that have it
-    parts: tuple[Part, ...]
+    parts: tuple[AdaptedPart, ...]
     num_outputs: int
 
     def adapter(self, layer: int, arrays: dict[ParameterPath, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
@@ -97,7 +97,7 @@ def _modules(decoder_block: str, adapters: Adapters, base: State) -> list[Module
     for path in targets:
         layout = places[path].layout
         group = layout.joined or (path,)
-        parts = tuple(Part(targets[path], places[path]) for path in group if path in targets)
+        parts = tuple(AdaptedPart(targets[path], places[path]) for path in group if path in targets)
         num_inputs = math.prod(targets[path].shape[1 : 1 + targets[path].num_inputs])
         num_outputs = sum(math.prod(places[path].shape) for path in group) // num_inputs
         first, [num_layers] = places[path].first_layer, places[path].stacked

@@ -24,7 +24,7 @@ from maxbatch.pages.page import Page, packed_plotly
 from maxbatch.pages.plots import colour
 from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.run_folder import SESSIONS_FILE
-from maxbatch.runs.sessions import Part, Session
+from maxbatch.runs.sessions import Session, TimePart
 from tests.helpers.command import start
 from tests.helpers.processes import wait_for
 from tests.helpers.reports import make_sweep, write_run
@@ -375,7 +375,7 @@ def test_the_loads_of_experts_are_drawn_over_time() -> None:
 
 
 def _write_sessions(path: Path) -> None:
-    parts = {part.value: 0.0 for part in Part}
+    parts = {part.value: 0.0 for part in TimePart}
     one = Session(1e9, 1e9 + 10, 2, 8, 1, 5, parts | {"start_up": 2.0, "updates_kept": 6.0, "updates_lost": 2.0})
     two = Session(1e9 + 40, 1e9 + 50, 1, 4, 4, 6, parts | {"updates_kept": 10.0, "since_session_before": 30.0})
     (path / SESSIONS_FILE).write_text("".join(json.dumps(each.to_json()) + "\n" for each in (one, two)))

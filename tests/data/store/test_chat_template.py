@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.data.store.chat_rendering import ConversationError, Question, Rendered, Renderer
+from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered, Renderer
 from maxbatch.data.store.chat_template import ChatTemplate, read_template
 from tests.helpers.chats import CHATML, SPECIAL, talk
 
@@ -33,7 +33,7 @@ def template(source: str, ends: tuple[str, ...] = SPECIAL, **variables: str) -> 
 
 def render(found: ChatTemplate, messages: list[dict], extras: dict | None = None, first: int = 0) -> Rendered:
     """Renders in this process."""
-    return Renderer(found.sources, found.variables, found.ends)(Question(messages, extras or {}, first))
+    return Renderer(found.sources, found.variables, found.ends)(Conversation(messages, extras or {}, first))
 
 
 def trained(found: ChatTemplate, record: dict, **extras: object) -> list[str]:
@@ -161,12 +161,12 @@ def test_the_functions_of_transformers_take_its_arguments() -> None:
 def test_a_template_is_bound_in_time_and_memory(source: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("maxbatch.data.store.chat_template._LIMIT_S", 0.5 if "0.5 s" in says else 60.0)
     with pytest.raises(ConfigError, match=f"the chat template takes .*{says}"):
-        template(source).render([Question(talk("a", "b")["messages"], {})])
+        template(source).render([Conversation(talk("a", "b")["messages"], {})])
 
 
 @pytest.mark.parametrize("source", ["{% for i in range(10 ** 10) %}{% endfor %}", "{{ 'a' * 40000000 }}"])
 def test_what_a_template_makes_of_one_conversation_is_bound(source: str) -> None:
-    refused, _ = template(source).render([Question(talk("a", "b")["messages"], {})] * 2)
+    refused, _ = template(source).render([Conversation(talk("a", "b")["messages"], {})] * 2)
     assert isinstance(refused, ConversationError) and ("Range too big" in str(refused) or "33,554,432" in str(refused))
 
 
