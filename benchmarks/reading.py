@@ -23,13 +23,13 @@ import jax
 import numpy as np
 
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
-from maxbatch.config.huggingface_export import config_json
 from maxbatch.config.loading import load_config
+from maxbatch.huggingface.arrays.tensors import parameter_places, tensor_shapes
+from maxbatch.huggingface.folder.config_export import config_json
+from maxbatch.huggingface.folder.safetensors import write_tensors
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.system.safetensors import write_tensors
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
 from tests.helpers.parameters import load_parameters
 
 SPEED, MEMORY = 0.8, 1.3

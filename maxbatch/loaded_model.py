@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from maxbatch.config.huggingface import context_length, end_tokens, is_huggingface_folder
 from maxbatch.config.loading import override_texts
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import MeshConfig
@@ -25,6 +24,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
+from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh

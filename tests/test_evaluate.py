@@ -15,10 +15,10 @@ import yaml
 import maxbatch
 from maxbatch.cli import main
 from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.huggingface.export.model import export_model
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.harness.run_model import figures
 from maxbatch.training.pretraining import train
-from maxbatch.training.weights.export import export_model
 from tests.helpers.chats import write_tokenizer
 from tests.helpers.corpus import write_jsonl
 from tests.helpers.tiny import TINY_MODEL, read_metrics

@@ -25,8 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder of a model, or of its adapters; returns the exit code."""
-    from maxbatch.training.weights.export import export_model
-    from maxbatch.training.weights.peft import export_adapters
+    from maxbatch.huggingface.export.model import export_model
+    from maxbatch.huggingface.export.peft import export_adapters
 
     export = export_adapters if args.adapter else export_model
     print(printable(str(export(args.model, args.output, args.dtype, args.averaged))))

@@ -11,8 +11,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_averaged, count, place, real, whole
-from maxbatch.config.huggingface import context_length, end_tokens, is_huggingface_folder
 from maxbatch.config.values import Bounds, shown
+from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
 

@@ -257,8 +257,8 @@ def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
     """
     if any(layer.keys() >= _FORM for layer in layers[naming:]):
         return None
-    from maxbatch.config.hub import hub_problem
-    from maxbatch.config.huggingface import CONFIG_FILE, is_huggingface_folder, keys_of_folder
+    from maxbatch.huggingface.folder.config_json import CONFIG_FILE, is_huggingface_folder, keys_of_folder
+    from maxbatch.huggingface.folder.hub import hub_problem
 
     path = str([layer["load_parameters_path"].value for layer in layers if "load_parameters_path" in layer][-1])
     if not path or not is_huggingface_folder(path):

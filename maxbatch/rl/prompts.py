@@ -15,7 +15,6 @@ from typing import NamedTuple
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.huggingface import END_TOKENS, end_tokens
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import DataConfig, names_fixing
@@ -31,6 +30,7 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import Identity, order_identity
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.huggingface.folder.config_json import END_TOKENS, end_tokens
 from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.refusals import check_lengths, check_type

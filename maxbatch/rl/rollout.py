@@ -12,8 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.config.huggingface import end_tokens
 from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.huggingface.folder.config_json import end_tokens
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.resharding import HandedOver, Resharding

@@ -12,7 +12,6 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from maxbatch.config.huggingface import context_length, end_tokens
 from maxbatch.config.loading import keys
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import AdapterConfig, EvaluationConfig, ModelConfig, OptimizerConfig
@@ -23,6 +22,7 @@ from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.huggingface.folder.config_json import context_length, end_tokens
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads

@@ -86,7 +86,7 @@ def test_a_tensor_file_that_is_cut_off_never_appears_in_a_store(
     run: Path, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     there = as_path(store.bucket() + "/out")
-    monkeypatch.setattr("maxbatch.training.weights.export._tensors", lambda *args: iter([]))
+    monkeypatch.setattr("maxbatch.huggingface.export.model._tensors", lambda *args: iter([]))
     with pytest.raises((StopIteration, RuntimeError)):
         main(["export", str(run), "--output", str(there)])
     assert there.files() == []

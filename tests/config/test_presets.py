@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import BatchPlan, load_config
-from maxbatch.config.huggingface import model_keys
 from maxbatch.config.loading import configs_dir, keys
+from maxbatch.huggingface.folder.config_json import model_keys
 from tests.helpers.published_models import PUBLISHED
 
 PRESETS = sorted(path.stem for path in (configs_dir() / "models").glob("*.yml"))

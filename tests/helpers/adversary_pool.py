@@ -42,8 +42,8 @@ _OUTPUTS = {
 _PACKAGES = ("optuna", "optuna.storages", "plotly.offline", "pyarrow.parquet", "tokenizers", "jinja2.sandbox")
 _ROOMS = (
     "training.pretraining",
-    "training.weights.export",
-    "training.weights.peft",
+    "huggingface.export.model",
+    "huggingface.export.peft",
     "training.scoring",
     "training.compile.saved",
     "training.weights.parameters",

@@ -16,15 +16,15 @@ from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
 from maxbatch.config.sections import MeshConfig, ModelConfig
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
+from maxbatch.huggingface.export.model import export_model
+from maxbatch.huggingface.export.peft import export_adapters
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums, token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.pretraining import train
 from maxbatch.training.scoring import Scorer
-from maxbatch.training.weights.export import export_model
-from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
-from maxbatch.training.weights.peft import export_adapters
 from tests.helpers.chats import chat_config, some_talks
 from tests.helpers.huggingface_folders import assert_same_tensors
 from tests.helpers.parameters import load_parameters

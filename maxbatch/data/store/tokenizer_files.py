@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 
-from maxbatch.config.hub import folder_of, hub_problem
 from maxbatch.config.values import shown, shown_path, utf8_of
 from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
+from maxbatch.huggingface.folder.hub import folder_of, hub_problem
 from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
-from maxbatch.config.hub import folder_of
 from maxbatch.config.rules import check_data_paths, check_vocabulary
 from maxbatch.config.values import shown
 from maxbatch.data.store.conversations import Conversations, RecordError
@@ -16,6 +15,7 @@ from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.system.errors import ConfigError
 
 _FIRST_RECORDS = 64  # of each source, that are read

@@ -22,6 +22,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
+from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import State, TreeOf
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
@@ -29,7 +30,6 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote, missing_folder
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
-from maxbatch.training.weights.huggingface_reading import zeros_of
 from maxbatch.training.weights.orbax_files import OTHER_ARRAYS, arrays_handler, plain_path, read_arrays, restore_as
 
 _ITEMS = ("params", "opt_state", "position")

@@ -21,11 +21,11 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions, MultiprocessingOptions
 
-from maxbatch.config.huggingface import END_TOKENS
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
+from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.position import (
     OLD_BASE,

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
-from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.values import shown
+from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.runs.position import CheckpointRecord, Origin, committed_steps, is_committed
 from maxbatch.system.errors import ConfigError

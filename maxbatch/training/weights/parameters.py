@@ -15,10 +15,11 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from ml_collections import ConfigDict
 
-from maxbatch.config.hub import folder_of
-from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.sections import AdapterConfig, ModelConfig
 from maxbatch.config.values import shown
+from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
+from maxbatch.huggingface.folder.config_json import is_huggingface_folder
+from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
@@ -26,7 +27,6 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import Adapting, StoredCheckpoint
-from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
 from maxbatch.training.weights.origin import Identified, open_origin
 
 Reader = Callable[[State], State]  # from shapes, types and places of parameters to the parameters

@@ -18,9 +18,9 @@ from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.config.sections import AdapterConfig
 from maxbatch.data.stream.stream import open_stream
+from maxbatch.huggingface.folder.safetensors import stored_tensors
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums
-from maxbatch.system.safetensors import stored_tensors
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model

@@ -13,14 +13,14 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
-from maxbatch.config.huggingface import end_tokens
+from maxbatch.huggingface.export.model import export_model
+from maxbatch.huggingface.folder.config_json import end_tokens
+from maxbatch.huggingface.folder.safetensors import stored_tensors
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.system.safetensors import stored_tensors
 from maxbatch.system.storage import as_path, copy_tree
 from maxbatch.training.pretraining import train
 from maxbatch.training.weights import huggingface_reading
-from maxbatch.training.weights.export import export_model
 from maxbatch.training.weights.parameters import open_source
 from tests.helpers.huggingface_folders import (
     HEAD,

@@ -13,18 +13,18 @@ import jax
 import numpy as np
 
 from maxbatch.config.families import FAMILIES, Json
-from maxbatch.config.huggingface import is_huggingface_folder
 from maxbatch.config.matrices import ParameterPath
 from maxbatch.config.sections import DataConfig
+from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places
+from maxbatch.huggingface.export.model import DTYPE_NAMES, copy_tokenizer, new_folder
+from maxbatch.huggingface.folder.config_json import is_huggingface_folder
+from maxbatch.huggingface.folder.safetensors import DTYPES, write_tensors
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
 from maxbatch.system.errors import writing
-from maxbatch.system.safetensors import DTYPES, write_tensors
 from maxbatch.training.update.adapters import Adapters, Target
-from maxbatch.training.weights.export import DTYPE_NAMES, copy_tokenizer, new_folder
-from maxbatch.training.weights.huggingface import TensorPlace, parameter_places
 from maxbatch.training.weights.parameters import load_adapters
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"

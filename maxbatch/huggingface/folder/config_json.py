@@ -9,9 +9,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
-from maxbatch.config.hub import folder_of, hub_name, hub_problem
-from maxbatch.config.huggingface_fields import check_fields
 from maxbatch.config.values import shown, shown_path
+from maxbatch.huggingface.folder.fields import check_fields
+from maxbatch.huggingface.folder.hub import folder_of, hub_name, hub_problem
 from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, reading
 

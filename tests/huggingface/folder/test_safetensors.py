@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.system.safetensors import INDEX, stored_tensors
+from maxbatch.huggingface.folder.safetensors import INDEX, stored_tensors
 
 
 def tensor(first: int, end: int, shape: Any = None, dtype: Any = "F32") -> dict[str, Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.config.huggingface import end_tokens, keys_of_folder
+from maxbatch.huggingface.folder.config_json import end_tokens, keys_of_folder
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.huggingface.arrays.tensors import TensorPlace
+from maxbatch.huggingface.folder.safetensors import StoredTensor
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
-from maxbatch.system.safetensors import StoredTensor
-from maxbatch.training.weights.huggingface import TensorPlace
 
 
 def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct) -> jax.Array:

@@ -11,10 +11,10 @@ import numpy as np
 
 from maxbatch.config.families import FAMILIES, Family
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, TABLES, Parameter, ParameterPath
+from maxbatch.huggingface.folder.safetensors import StoredTensor
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.safetensors import StoredTensor
 
 # What files hold besides parameters: tables and masks that follow from the config.
 NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")

@@ -10,19 +10,21 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.families import FAMILIES, Json
-from maxbatch.config.hub import folder_of
-from maxbatch.config.huggingface import (
+from maxbatch.config.matrices import ROUTED_BIAS
+from maxbatch.config.sections import DataConfig, ModelConfig
+from maxbatch.config.values import shown_path
+from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places, tensor_shapes
+from maxbatch.huggingface.folder.config_export import TOKEN_IDS, config_json
+from maxbatch.huggingface.folder.config_json import (
     CONFIG_FILE,
     GENERATION_FILE,
     has_generation_file,
     is_huggingface_folder,
     read_config_json,
 )
-from maxbatch.config.huggingface_export import TOKEN_IDS, config_json
-from maxbatch.config.matrices import ROUTED_BIAS
-from maxbatch.config.sections import DataConfig, ModelConfig
-from maxbatch.config.values import shown_path
-from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.huggingface.folder.hub import folder_of
+from maxbatch.huggingface.folder.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import warn
@@ -31,10 +33,8 @@ from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
 from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.fences import BUILDING
-from maxbatch.system.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.huggingface import TensorPlace, parameter_places, tensor_shapes
 from maxbatch.training.weights.parameters import Reader, open_parameters, open_source, placed
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files

@@ -7,10 +7,10 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES, Family, Json, is_local_layer
-from maxbatch.config.huggingface import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.config.loading import keys
 from maxbatch.config.matrices import moe_mlp_dim
 from maxbatch.config.sections import ModelConfig
+from maxbatch.huggingface.folder.config_json import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.system.errors import ConfigError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")

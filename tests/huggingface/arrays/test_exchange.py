@@ -14,17 +14,17 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.cli import main
-from maxbatch.config.huggingface_export import config_json
+from maxbatch.huggingface.arrays.exchange import _adder, _exchange, read_shared
+from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
+from maxbatch.huggingface.arrays.tensors import parameter_places, tensor_shapes
+from maxbatch.huggingface.folder.config_export import config_json
+from maxbatch.huggingface.folder.safetensors import StoredTensor, stored_tensors, write_tensors
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
-from maxbatch.system.safetensors import StoredTensor, stored_tensors, write_tensors
 from maxbatch.system.storage import as_path
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
-from maxbatch.training.weights.huggingface_exchange import _adder, _exchange, read_shared
-from maxbatch.training.weights.huggingface_reading import HuggingFaceFolder
 from tests.helpers.command import maxbatch
 from tests.helpers.parameters import load_parameters
 from tests.helpers.stores import Store

@@ -17,28 +17,22 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.hub import folder_of
-from maxbatch.config.huggingface import CONFIG_FILE, end_tokens
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
+from maxbatch.huggingface.arrays.exchange import read_shared
+from maxbatch.huggingface.arrays.tensors import NOT_PARAMETERS, TensorPlace, layouts_of, parameter_places, tensor_shapes
+from maxbatch.huggingface.folder.config_json import CONFIG_FILE, end_tokens
+from maxbatch.huggingface.folder.hub import folder_of
+from maxbatch.huggingface.folder.safetensors import DTYPES, StoredTensor, stored_tensors, tensor_files
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.trees import State
 from maxbatch.system.contents import Block, blocks_of, content_stamp, digests, md5_of, stored_sum
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
-from maxbatch.system.safetensors import DTYPES, StoredTensor, stored_tensors, tensor_files
 from maxbatch.system.storage import AnyPath, read_range
-from maxbatch.training.weights.huggingface import (
-    NOT_PARAMETERS,
-    TensorPlace,
-    layouts_of,
-    parameter_places,
-    tensor_shapes,
-)
-from maxbatch.training.weights.huggingface_exchange import read_shared
 
 _MOST_NAMES = 3  # of tensors in a message
 _PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")  # of a layer that predicts further tokens

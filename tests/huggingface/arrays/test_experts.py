@@ -9,20 +9,20 @@ import jax
 import numpy as np
 import pytest
 
-from maxbatch.config.huggingface import model_keys, read_config_json
-from maxbatch.config.huggingface_export import config_json
 from maxbatch.config.loading import dump_config, load_config
+from maxbatch.huggingface.arrays.tensors import parameter_places, tensor_shapes
+from maxbatch.huggingface.export.model import export_model
+from maxbatch.huggingface.folder.config_export import config_json
+from maxbatch.huggingface.folder.config_json import model_keys, read_config_json
+from maxbatch.huggingface.folder.safetensors import stored_tensors, write_tensors
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.safetensors import stored_tensors, write_tensors
 from maxbatch.training.update.state import abstract_model, abstract_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
-from maxbatch.training.weights.export import export_model
-from maxbatch.training.weights.huggingface import parameter_places, tensor_shapes
 from tests.helpers.huggingface_folders import assert_same_tensors
 from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import TINY_MODEL

@@ -1,0 +1,1 @@
+"""Hugging Face folders: their files without JAX, their tensors as parameters, and the export of models and adapters."""

@@ -1,0 +1,1 @@
+"""The tensors of a Hugging Face folder as sharded parameters."""
