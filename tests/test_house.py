@@ -26,7 +26,7 @@ WALLS = {
     "sampling": set(),
     "runs": set(),
     "training/update": {"AdapterConfig", "MeshConfig", "OptimizerConfig", "PreferenceConfig"},
-    "training/weights": {"AdapterConfig", "DataConfig", "ModelConfig"},
+    "training/weights": {"AdapterConfig", "ModelConfig"},
     "huggingface/folder": {"ModelConfig"},
     "huggingface/arrays": {"ModelConfig"},
     "huggingface/export": {"DataConfig", "ModelConfig"},
@@ -50,7 +50,8 @@ WHOLE_CONFIG = {
         "MakeModel.__call__", "RunContext.__init__", "changes_since", "check_same_start", "module_maker",
         "program_keys", "state_flags", "train", "with_flags",
     },
-    "huggingface": set(),
+    "huggingface/arrays": set(),
+    "huggingface/export": set(),
     "rl": {"Learner.__init__", "PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
     "auditing": set(),
     "pages": set(),
@@ -66,7 +67,7 @@ def test_contributing_shows_the_rooms_that_import_linter_enforces() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["id"] == "rooms")
     enforced = [room.removeprefix("maxbatch.") for layer in reversed(layers) for room in layer.split(" : ")]
-    rows = re.findall(r"^\| `([\w.]+)/?` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    rows = re.findall(r"^\| `(\w+(?:\.(?!py)\w+)?)/?` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     assert rows == enforced
 
 

@@ -18,8 +18,7 @@ import numpy as np
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, read_range
+from maxbatch.system.storage import AnyPath, is_remote, read_range
 
 INDEX = "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -61,21 +60,21 @@ class StoredTensor(NamedTuple):
         dtype = DTYPES[self.dtype]
         if 0 in shape:
             return np.zeros(shape, dtype)
-        if isinstance(self.file, RemotePath):
+        if is_remote(self.file):
             content = _in_ranges(self.file, begin, begin + math.prod(shape) * dtype.itemsize)
             return np.frombuffer(content, dtype).reshape(shape)
         return np.memmap(self.file, dtype, mode="r", offset=begin, shape=shape)
 
 
-def _in_ranges(file: RemotePath, begin: int, end: int) -> bytes | memoryview:
+def _in_ranges(file: AnyPath, begin: int, end: int) -> bytes | memoryview:
     """Returns bytes of an object, a large part by several requests at a time."""
     if end - begin <= _RANGE:
-        return file.read_range(begin, end)
+        return read_range(file, begin, end)
     content = bytearray(end - begin)
 
     def read(first: int) -> None:
         last = min(first + _RANGE, end)
-        content[first - begin : last - begin] = file.read_range(first, last)
+        content[first - begin : last - begin] = read_range(file, first, last)
 
     with ThreadPoolExecutor(_REQUESTS) as threads:
         list(threads.map(read, range(begin, end, _RANGE)))
