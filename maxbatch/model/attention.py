@@ -265,9 +265,9 @@ class Attention(nnx.Module):
             out = product(x_MxLxD, getattr(self, name)[...], "mld,dnh->mlnh")
             if hasattr(self, f"{name}_bias"):
                 bias = getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)
-                # It adds the same to all scores of a query, to which softmax is blind; what is left is rounding, which
-                # an optimizer such as Adam would turn into whole steps.
-                is_shift = norm is unchanged and rope is None  # of the key, by the same everywhere
+                # It adds one constant to all scores of a query, which softmax ignores. Its gradient is rounding error,
+                # which an optimizer such as Adam would turn into whole steps.
+                is_shift = norm is unchanged and rope is None  # the key moves by the same everywhere
                 blind = name == "key" and is_shift and self._sinks is None and not self.scores.soft_cap
                 out += (jax.lax.stop_gradient(bias) if blind else bias)[None, None]
             out = self.constrain(out, ("batch", "length", *MATRICES[name].outputs))

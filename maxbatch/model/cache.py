@@ -26,7 +26,7 @@ _ROW_BY_ROW = jax.lax.ScatterDimensionNumbers(
 class Cache(NamedTuple):
     """The rotated keys and the values of every layer. A token at position i of its row has slot i.
 
-    Of DeepSeek's attention there is one head: its values are the latents, its keys these and the rotated part.
+    DeepSeek's attention has one head: its values are the latents, its keys the latents and the rotated part.
 
     Heads come before slots, in the order in which the products read them. The other order would transpose the cache for
     every token (half the time of attention with 32 rows of 512 slots on a CPU).
@@ -60,7 +60,7 @@ class Cache(NamedTuple):
         return self._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
 
     def before(self, starts_B: jax.Array, length: int) -> Cache:
-        """Returns the cache of rows of so many slots behind these prompts, which are theirs up to `starts_B`."""
+        """Returns an empty cache of `length` slots per row, whose prompts are this cache up to `starts_B`."""
 
         def empty(prompts_NxQxKxPxh: jax.Array) -> jax.Array:
             layers, _, heads, _, width = prompts_NxQxKxPxh.shape

@@ -68,7 +68,7 @@ class LayerRunner(Protocol):
 class DecoderLayer(nnx.Module):
     """One residual block: attention, then the MLP or experts, normalised before or after, or both.
 
-    `decoder_block` says which.
+    `decoder_block` decides which.
     """
 
     mlp: MLP  # if the layer has no experts
@@ -260,8 +260,8 @@ class Decoder(nnx.Module):
 
         Args:
           positions_BxT: the tokens' neighbouring places in their rows, in [0, L).
-          limits_B: the most tokens that each row will have, the same in every call, since the keys of a long document
-            may be others (LongRoPE); None: the cache's length.
+          limits_B: the most tokens that each row will have, the same in every call, since LongRoPE rotates the keys of
+            long documents differently; None: the cache's length.
         """
         x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
         length = cache.num_positions
@@ -295,7 +295,7 @@ class Decoder(nnx.Module):
         return self.final_norm(x_BxTxD), cache
 
     def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
-        """Returns the layers to run, in order or in that of a runner."""
+        """Returns the layers to run, in order or in the order of a layer runner."""
         order = np.arange(len(self.local_layers)) if order is None else order
         numbers = self.num_dense + order.astype(np.int32) if self.has_experts else None
         if len(set(self.local_layers)) == 1:
@@ -308,7 +308,7 @@ class Decoder(nnx.Module):
         return one.is_local.value if isinstance(one.is_local, Static) else one.is_local
 
     def _embedded(self, tokens_MxL: jax.Array, places: Callable[[], jax.Array]) -> jax.Array:
-        # Whole in D for the lookup, so that the batch places the rows, and not the split of the parameter.
+        # Whole in D for the lookup, so that the rows are placed by the batch, not by the split of the parameter.
         table_VxD = self.constrain(self.embedding[...].astype(self.dtype), ("vocab", "embed"))
         x_MxLxD = table_VxD[tokens_MxL]
         if self.embedding_scale is not None:

@@ -1,4 +1,4 @@
-"""The keys of a config that a decoder knows."""
+"""The config keys that a decoder reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maxbatch.config.sections import ModelConfig, RematConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DecoderConfig(ModelConfig):
-    """The model's keys, the longest row, and what the backward pass computes again."""
+    """The model's keys, the longest row, and the rematerialisation."""
 
     max_target_length: int
     remat: RematConfig

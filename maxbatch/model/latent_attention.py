@@ -103,7 +103,7 @@ class LatentAttention(nnx.Module):
         return 1, self.latent.shape[-1], self.latent.shape[-1] - self.rotated
 
     def _queries(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
-        """Returns the parts of queries that are not rotated and that are."""
+        """Returns the unrotated and the rotated part of the queries."""
         name = "query"
         if hasattr(self, "query_down"):
             down_MxLxc = product(x_MxLxD, self.query_down[...], "mld,dc->mlc")
@@ -132,7 +132,7 @@ class LatentAttention(nnx.Module):
 
 
 def _neighbours_apart(weight: jax.Array, rotated: int) -> jax.Array:
-    """Returns a matrix whose rotated outputs, the last ones, come evens first: its pairs are neighbours, not halves."""
+    """Reorders the rotated outputs (the last ones) from neighbouring pairs to halves: even columns first."""
     others, pairs = jnp.split(weight, [weight.shape[-1] - rotated], axis=-1)
     pairs = pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
     return jnp.concatenate([others, pairs], axis=-1)

@@ -52,7 +52,7 @@ def token_losses(
 
 
 class Rules(NamedTuple):
-    """What the loss needs to know besides its arrays."""
+    """The static arguments of the loss."""
 
     constrain: Constrain
     soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)

@@ -55,7 +55,7 @@ def norm_of(config: ModelConfig, name: str, epsilon: float | None = None) -> Nor
 
 
 def unchanged(x: jax.Array) -> jax.Array:
-    """Returns x, which no norm normalises."""
+    """Returns x as it is, where the model has no norm."""
     return x
 
 

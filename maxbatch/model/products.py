@@ -38,8 +38,8 @@ def two_products(
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x @ first and x @ second, each [M, L, F] in x's dtype.
 
-    On a CPU they are one product, which saves a tenth of the layers' time. On a TPU they are two: by its compiler, one
-    product takes 18.9M cycles where two take 15.5M (4 rows of 4,096 tokens, D 4,096, F 11,008, v5p).
+    On a CPU one product computes both, which saves a tenth of the layers' time. On a TPU there are two products: the
+    compiler's model gives 18.9M cycles for one and 15.5M for two (4 rows of 4,096 tokens, D 4,096, F 11,008, v5p).
     """
     weights = first_DxF.astype(x_MxLxD.dtype), second_DxF.astype(x_MxLxD.dtype)
     if platform != "cpu":
@@ -52,10 +52,10 @@ def two_products(
 
 
 def gradients_together(first: jax.Array, second: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
-    """Returns both as they are; on a TPU their gradients are computed in one place, each once.
+    """Returns both unchanged; on a TPU their gradients are computed once, in one fusion.
 
-    Its compiler otherwise writes out what both gradients are computed from, and then one of the two, and computes the
-    other again in each product that takes it. Together they are the end of the product that makes their source: 5.85M
+    The TPU compiler otherwise stores the common source of both gradients and one gradient, and recomputes the other in
+    every product that reads it. Computed together, both are fused into the product that makes their source: 5.85M
     cycles instead of 5.77M and 1.80M (gate and up of an MLP, 4 rows of 4,096 tokens, D 4,096, F 11,008, v5p).
     """
     return _together(first, second) if platform == "tpu" else (first, second)
@@ -94,9 +94,9 @@ def quarter_turn(x_MxLxHxh: jax.Array) -> jax.Array:
 
 
 def features_last(x_MxLxD: jax.Array, constrain: Constrain) -> jax.Array:
-    """Returns x, which a TPU then holds with neighbouring features side by side.
+    """Returns x, laid out on a TPU with the features of a token side by side.
 
-    Its compiler may choose tokens instead for what the forward pass keeps, and the backward pass then turns it round:
+    The compiler may otherwise lay kept activations out by token, and the backward pass then transposes them:
     3% of the cycles of an update of llama2-7b (4 rows of 4,096 tokens a device, remat minimal, v5p:4x4x4).
     """
     mesh = constrain.mesh
@@ -107,19 +107,20 @@ def features_last(x_MxLxD: jax.Array, constrain: Constrain) -> jax.Array:
     if x_MxLxD.shape[0] % num_shards(mesh, axes):
         return x_MxLxD
     held = partial(with_layout_constraint, layouts=Layout(tuple(range(x_MxLxD.ndim))))
-    # By hand, because the partitioner gathers what it must hold in a given order.
+    # In shard_map, because the partitioner gathers an array whose layout is fixed.
     x_held: jax.Array = jax.shard_map(held, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(x_MxLxD)
     return x_held
 
 
 def exchanges_tokens(num_tokens: int, vocabulary: int, constrain: Constrain) -> bool:
-    """Returns whether the devices that share a micro-batch split the vocabulary for the last product, and not the rows.
+    """Returns whether the devices of a micro-batch split the last product by vocabulary instead of by rows.
 
-    They then exchange the states of the tokens, and not the matrix and its gradient: less, if there are fewer tokens
-    than words. An update of 20.6M parameters (2,048 tokens, 4 devices on two CPU cores) takes 0.83 of the CPU time.
+    They then exchange hidden states instead of the matrix and its gradient, which is less if there are fewer tokens
+    than vocabulary entries. An update of 20.6M parameters (2,048 tokens, 4 devices on two CPU cores) takes 0.83 of the
+    CPU time.
 
     Args:
-      num_tokens: those of the micro-batch, or of its part on a data shard.
+      num_tokens: tokens of the micro-batch, or of its part on a data shard.
     """
     if constrain.mesh is None or num_tokens > vocabulary:
         return False

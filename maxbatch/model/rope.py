@@ -1,4 +1,4 @@
-"""Rotary positions, and the ways to stretch them to longer texts.
+"""Rotary positions, and their extension to longer texts.
 
 Shapes: M micro-batch, L length, H heads, h head_dim.
 """
@@ -53,7 +53,7 @@ class RopeKeys:
 
     @classmethod
     def of(cls, config: ModelConfig) -> RopeKeys:
-        """Returns the keys of a config; of a model of latents the head is its rotated part."""
+        """Returns the keys of a config; with latent attention the head is its rotated part."""
         keys = cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
         if FAMILIES[config.decoder_block].has_latents:
             return dataclasses.replace(keys, head_dim=config.qk_rope_head_dim)
@@ -64,7 +64,7 @@ class Ropes:
     """The tables of a model: those of its global layers, and those of its local ones, which may have another base.
 
     LongRoPE has other tables for long documents (Ding et al. 2024, https://arxiv.org/abs/2402.13753). Each document
-    has those of its own length, also beside others in a row, as the published models give it alone.
+    uses the tables of its own length, also when packed with others.
 
     Args:
       length: of a row.
@@ -103,12 +103,12 @@ class Ropes:
 
 
 def apply_rope(x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: float = 1.0) -> jax.Array:
-    """Returns the heads with each pair (i, i + h/2) rotated by its position's angle, in float32, in x's dtype.
+    """Rotates each pair (i, i + h/2) of the heads by its position's angle, in float32; returns x's dtype.
 
-    The tables are of their positions: [L, h/2], or [M, L, h/2] if every row has its own positions.
+    The tables hold their positions: [L, h/2], or [M, L, h/2] if every row has its own positions.
 
     Args:
-      platform: the kind of the devices, whose fastest form it takes; the values are the same.
+      platform: "cpu", "gpu" or "tpu": selects the fastest form; the values are the same.
       factor: multiplies the result before it is rounded.
     """
     cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
@@ -145,7 +145,7 @@ def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float
     """Returns the frequencies under `rope_type`, and what multiplies cosines and sines.
 
     Args:
-      is_long: whether they are those of long documents, which LongRoPE tells from others.
+      is_long: whether the frequencies are for long documents, which LongRoPE treats differently.
     """
     frequencies = _frequencies(keys.head_dim, keys.rope_max_timescale)
     factor = keys.rope_factor

@@ -20,7 +20,7 @@ class ScoreRules(NamedTuple):
     implementation: Kernel = "dot_product"
 
     def in_window(self, distances: jax.Array) -> jax.Array:
-        """Returns whether a layer that may be local sees a token so many places back."""
+        """Returns whether a layer that may be local sees tokens at these distances."""
         near = distances < self.window
         return near if isinstance(self.is_local, bool) else near | ~self.is_local
 

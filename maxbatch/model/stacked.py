@@ -1,4 +1,4 @@
-"""The layers of a model, stacked, and what tells one from another besides its parameters."""
+"""The layers of a model, stacked, and what distinguishes them besides their parameters."""
 
 from __future__ import annotations
 

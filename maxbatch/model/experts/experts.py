@@ -137,7 +137,7 @@ def _by_token(
     run: Callable[..., jax.Array], x_MxLxD: jax.Array, experts_MxLxk: jax.Array, shares_MxLxk: jax.Array,
     *weights: jax.Array,
 ) -> jax.Array:  # fmt: skip
-    """Returns what a function makes of tokens and their choices, which it takes without rows: [T, D] and twice [n]."""
+    """Applies `run` to flattened tokens and choices, [T, D] and twice [n]."""
     flat = x_MxLxD.reshape(-1, x_MxLxD.shape[-1]), experts_MxLxk.reshape(-1), shares_MxLxk.reshape(-1)
     return run(*flat, *weights).reshape(x_MxLxD.shape)
 
@@ -155,9 +155,9 @@ def _clamped(gate_nxF: jax.Array, up_nxF: jax.Array, *, limit: float) -> jax.Arr
 def _sum_of_held(
     x_TxD: jax.Array, experts_n: jax.Array, shares_n: jax.Array, *weights: jax.Array, axis: str | None, compute: Compute
 ) -> jax.Array:
-    """Returns of each token the weighted sum of its experts' outputs, where no axis splits the tokens.
+    """Returns the weighted sum of each token's expert outputs, where no axis splits the tokens.
 
-    With an axis, each device adds what the experts that it holds make of all tokens.
+    With an axis, each device computes its own experts for all tokens, and the devices add their results.
     """
     num_local = weights[0].shape[0]
     if axis is not None:
@@ -172,8 +172,8 @@ def _sum_of_held(
 def _computed_by(combine: Combine, platform: str) -> Compute:
     """Returns the function of an expert's rows: down(share * combine(gate(x), up(x))).
 
-    The shares stand before the last product, so the backward pass needs none of that product's outputs. On a CPU, where
-    products are rarely computed again, they stand behind it, where there are fewer numbers to multiply.
+    Shares multiply the input of the last product, so the backward pass does not need that product's output. On a CPU,
+    where products are rarely recomputed, they multiply its output, which has fewer numbers.
     """
 
     def compute(

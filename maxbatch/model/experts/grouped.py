@@ -1,9 +1,9 @@
 """Products of rows with the matrix of their group: `[rows sorted by group] x [groups, D, F]`.
 
-What is fastest depends on the platform. On a CPU `jax.lax.ragged_dot` takes the time of all groups; here a loop over
-blocks of rows computes little more than the products that there are. On a TPU the gradient of `ragged_dot` by the
-matrices compiles to the dense product, E times the work; there it is the Pallas kernels of JAX (Gale et al. 2023,
-MegaBlocks, https://arxiv.org/abs/2211.15841). On a GPU it is `ragged_dot`.
+Each platform has its own implementation. On a CPU `jax.lax.ragged_dot` computes every group for every row; a loop over
+blocks of rows computes little more than is needed. On a TPU the gradient of `ragged_dot` with respect to the matrices
+compiles to a dense product, E times the work; the Pallas kernels of JAX avoid it (Gale et al. 2023, MegaBlocks,
+https://arxiv.org/abs/2211.15841). A GPU uses `ragged_dot`.
 
 Shapes: n rows, E groups, D input, F output.
 """
@@ -23,7 +23,7 @@ Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def _one_by_one(product: Product) -> Product:
-    """Returns a product that runs once for each mapped array under `jax.vmap`: a device has one of them."""
+    """Returns a product that `jax.vmap` runs once per mapped array; a device has one of them."""
     mapped: Product = sequential_vmap(product)
     return mapped
 
@@ -77,11 +77,11 @@ class _Block(NamedTuple):
 
     group: jax.Array
     start: jax.Array  # its first row
-    is_own_bx1: jax.Array  # bool: rows of the group that no block before has
+    is_own_bx1: jax.Array  # bool: rows of the group that no earlier block holds
 
 
 class _Blocks:
-    """The blocks of rows that a CPU goes through: as many for each group as it fills, and the last one in part."""
+    """The blocks of rows that a CPU processes. The last block of a group may be partly filled."""
 
     def __init__(self, num_rows: int, sizes_E: jax.Array) -> None:
         mean = num_rows // (2 * sizes_E.shape[0])
