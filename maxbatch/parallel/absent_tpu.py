@@ -1,4 +1,4 @@
-"""TPU chips of this machine, and a TPU library without any: it stays silent, because JAX does not start it."""
+"""Finds this machine's TPU chips, and keeps JAX from starting a TPU library where there are none."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def tpu_version_here() -> str | None:
 
 
 def _pci_id(device: Path) -> str:
-    """Returns the id of a device of Google's; an empty text for any other device."""
+    """Returns the id of a Google device; an empty text for any other device."""
     try:
         vendor, number = ((device / name).read_text().strip() for name in ("vendor", "device"))
     except OSError:
@@ -38,7 +38,7 @@ def _pci_id(device: Path) -> str:
 def leave_out_absent_tpu() -> None:
     """Lets JAX start on the CPU alone where libtpu is installed (extra `tpu`) and the machine has no accelerator.
 
-    JAX would start libtpu, which looks for its TPU and prints what it lacks. What the user sets stays
+    JAX would start libtpu, which looks for a TPU and prints errors. The user's settings stay
     (`JAX_PLATFORMS`, `JAX_FORCE_TPU_INIT`), and so do plugins of other accelerators. Must come before JAX starts its
     backends.
     """

@@ -18,25 +18,25 @@ from pathlib import Path
 
 from maxbatch.system.errors import EXIT_FAILED
 
-_THREADS_PER_DEVICE = 4  # loops within loops, as steps have them; idle threads cost time
+_THREADS_PER_DEVICE = 4  # nested loops of a step; idle threads cost time
 _MOST_THREADS = 256  # XLA's own limit for the pool
 _COUNT = "--xla_force_host_platform_device_count"
 _FLAGS = {
-    # A schedule in which fewer collectives run side by side: of hundreds of devices no two have a thread each.
+    # A schedule that runs fewer collectives at once: hundreds of devices do not get a thread each.
     "--xla_cpu_enable_concurrency_optimized_scheduler": "false",
     # Many devices on few cores meet late; XLA takes a wait of 40 s for a deadlock and aborts.
     "--xla_cpu_collective_call_terminate_timeout_seconds": 1200,
     "--xla_cpu_collective_call_warn_stuck_timeout_seconds": 600,
 }
 
-_LIMIT_S = 60.0  # that devices may wait without any computation before the process ends
+_LIMIT_S = 60.0  # seconds without any computation after which the process ends
 _LIMIT_OF_HOSTS_S = 600.0  # with several hosts: another host may be the one that computes
 _POLL_S = 2.0
 _IDLE = 0.02  # share of a core; below it nothing computes
 
 
 def make_cpu_devices(num_devices: int) -> None:
-    """Makes JAX, whose backends must not have started yet, see that many CPU devices and nothing else."""
+    """Makes JAX use that many CPU devices and nothing else, before its backends start."""
     others = [word for word in os.environ.get("XLA_FLAGS", "").split() if word.split("=")[0] != _COUNT]
     os.environ["XLA_FLAGS"] = " ".join([*others, f"{_COUNT}={num_devices}"])
     os.environ["JAX_PLATFORMS"] = "cpu"
@@ -46,7 +46,7 @@ def make_cpu_devices(num_devices: int) -> None:
 def give_cpu_devices_threads() -> None:
     """Sets the threads of the CPU devices that the environment requests (`XLA_FLAGS`, `JAX_NUM_CPU_DEVICES`).
 
-    Must come before JAX starts its backends. The only device of a run needs nothing; what the user sets stays: a larger
+    Must come before JAX starts its backends. A single device needs no setting. The user's settings stay: a larger
     number of threads (`PJRT_NPROC`), other values of the flags.
     """
     words = os.environ.get("XLA_FLAGS", "").split()
@@ -66,8 +66,8 @@ def watch_cpu_devices() -> None:
     """Starts the thread that ends this process, with one line and exit code 1, once its CPU devices hang.
 
     They hang if a thread of Python waits in JAX while the process computes nothing for 60 s (10 minutes if there are
-    several hosts), and not because other processes take the cores. The only device of a run waits for no other. The
-    process leaves on disk the same as a kill does.
+    several hosts), and other processes are not the reason. A single device cannot hang. The files
+    on disk are the same as after a kill.
     """
     threading.Thread(target=_watch, name="maxbatch-cpu-devices", daemon=True).start()
 

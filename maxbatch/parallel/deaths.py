@@ -1,4 +1,4 @@
-"""What a run says of a host that died, and its exit code; without JAX."""
+"""The message and exit code for a host that died; without JAX."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def death_of(host: int, num_hosts: int, how: str, last_saved: LastSaved) -> tupl
     """Returns the message about a host that died, and the exit code of the run."""
     try:
         saved = last_saved()
-    except Exception as error:  # the store of the checkpoints may be gone as well
+    except Exception as error:  # the checkpoints' store may be unreachable as well
         return f"host {host} of {num_hosts} {how}; what is saved is not known: {error}", EXIT_FAILED
     if saved is None:
         return f"host {host} of {num_hosts} {how}; nothing is saved", EXIT_FAILED

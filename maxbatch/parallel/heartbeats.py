@@ -1,9 +1,9 @@
 """Heartbeats of the hosts of a run, and the end of the others when one dies.
 
-Every host beats in the store of JAX's coordination service, which the first host keeps. The first host watches the
-beats, and reports a host that stays silent as failed. The others notice that the first host is dead because its store
-no longer answers. JAX then aborts the process at once where the connection is closed, so that case is met in a handler
-of SIGABRT. (A callback of Python's that JAX would call instead cannot take its argument, jax 0.10.)
+Every host writes beats to the store of JAX's coordination service, which the first host runs. The first host watches
+the beats, and reports a silent host as failed. The others detect that the first host is dead because its store no
+longer answers. JAX aborts the process at once when the connection closes, so a handler of SIGABRT covers that case. (JAX
+accepts a Python callback instead, but cannot pass it its argument, jax 0.10.)
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Heartbeats:
       store: the client of the coordination service.
       address: HOST:PORT of that service.
       timeout_s: `heartbeat_timeout_s`.
-      last_saved: what a message about a dead host says is saved.
+      last_saved: the newest saved step, for the message about a dead host.
     """
 
     def __init__(self, store: Any, address: str, timeout_s: int, last_saved: LastSaved) -> None:
@@ -76,14 +76,14 @@ class Heartbeats:
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)  # kept alive as long as it is installed
 
     def start(self) -> None:
-        """Starts to beat and to watch."""
+        """Starts the beats and the watch."""
         if self._index:
             _set_handler(ctypes.cast(self._handler, ctypes.c_void_p))
         for thread in self._threads:
             thread.start()
 
     def close(self) -> None:
-        """Ends the beats: the host is done, and is not missed."""
+        """Stops the beats: the host is done, and its silence is no failure."""
         self._closed.set()
         self._threads[0].join(self._period_s + LEAVE_S)
         if self._index:
@@ -92,21 +92,21 @@ class Heartbeats:
             self._beat(_DONE)
 
     def wait_for_report(self) -> None:
-        """Waits for as long as it may take to find a dead host, whose report ends this process."""
+        """Waits as long as finding a dead host may take; the report of one ends this process."""
         self._threads[0].join(self._silence_s + self._period_s + LEAVE_S)
 
     def own_report(self) -> None:
-        """Notes that this host reports a failure of its own: it does not print another host's as well."""
+        """Records that this host reports its own failure, so that it does not print another host's as well."""
         self._reports = True
 
     def fail(self, message: str, code: int, host: int | None = None) -> None:
         """Reports to all hosts that one failed, by default this one."""
         failure = {"host": self._index if host is None else host, "message": message, "code": code}
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first one ended
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first host ended
             self._store.key_value_set(_FAILURE_KEY, json.dumps(failure))
 
     def _talk(self) -> None:
-        """Beats, and ends this process when a host has failed."""
+        """Sends beats, and ends this process when a host has failed."""
         beats, due = 0, 0.0
         while not self._closed.wait(POLL_S):
             try:

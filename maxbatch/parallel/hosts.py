@@ -27,7 +27,7 @@ from maxbatch.system.folding import error_width, folded, printable
 
 T = TypeVar("T")
 
-# Errors of a computation that another host took part in, and has left.
+# Errors of a computation from which another host has disappeared.
 _OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination")
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
@@ -87,9 +87,10 @@ def _checked(given: dict[str, str]) -> tuple[int, int]:
 
 
 def refuse_together(code: int, message: str) -> None:
-    """Ends this process, which refuses its config, once the hosts that the environment names know why.
+    """Tells the other hosts why this one refuses its config, then ends this process.
 
-    They would wait minutes for it to join. Returns if there are none, or if they cannot be joined.
+    Without the message the others would wait minutes for it to join. Returns if the environment names no other hosts,
+    or if they cannot be joined.
     """
     with contextlib.suppress(ConfigError, RuntimeError):  # the variables are incomplete, or no other host comes
         join(_REFUSED_TIMEOUT_S)
@@ -98,7 +99,7 @@ def refuse_together(code: int, message: str) -> None:
 
 
 def _refusals(own: str) -> list[str]:
-    """Exchanges with all hosts why each of them refuses its config, "" if it does not; touches no device."""
+    """Exchanges the refusals of all hosts, "" for a host that accepts its config; touches no device."""
     from jax._src.distributed import global_state
 
     if (global_state.num_processes or 1) == 1:
@@ -111,11 +112,11 @@ def _refusals(own: str) -> list[str]:
 
 @contextlib.contextmanager
 def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, last_saved: LastSaved) -> Iterator[None]:
-    """Joins the hosts for the length of a run, which they end together.
+    """Joins the hosts for the duration of a run, and ends it on all of them together.
 
     If the run fails on one host, the others print its message and end as well, within seconds. If a host dies, the
     others name it and end within `heartbeat_timeout_s`, with exit code 75 if a checkpoint is saved. If there are
-    several hosts, `report` prints what failed and returns the exit code, because the usual exit of the process would
+    several hosts, `report` prints the failure and returns the exit code, because the usual exit of the process would
     wait for hosts that wait for this one.
 
     Args:

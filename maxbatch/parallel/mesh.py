@@ -16,7 +16,7 @@ from maxbatch.plan.plan_config import PlanConfig
 
 
 def slice_of(device: jax.Device) -> int:
-    """Returns the slice that a device is in: TPU slices are joined by a data-centre network; elsewhere there is one."""
+    """Returns the number of a device's slice: TPU slices share a data-centre network; other devices are one slice."""
     return getattr(device, "slice_index", 0)
 
 
@@ -46,7 +46,7 @@ def mesh_shape(config: ConfigDict | PlanConfig, devices: Sequence[jax.Device]) -
 
 
 def share_out(devices: Sequence[jax.Device], num_first: int, num_last: int) -> tuple[list[jax.Device], ...]:
-    """Returns the first and the last so many devices; of several hosts, as many of each host and slice."""
+    """Returns the first and the last devices of a share; every host and slice gives the same number."""
     hosts: dict[tuple[int, int], list[jax.Device]] = defaultdict(list)
     several = len({device.process_index for device in devices}) > 1
     for device in devices:
@@ -83,7 +83,7 @@ def _fill_a_box_each(devices: Sequence[jax.Device]) -> bool:
 
 
 def lay_out_again(shape: MeshShape, mesh: Mesh) -> Mesh:
-    """Returns the devices of a mesh in its order over other axes, so that arrays move by an exchange of pieces."""
+    """Returns the mesh's devices, in its order, over other axes, so that arrays move by exchanging pieces."""
     return Mesh(mesh.devices.reshape(tuple(shape.sizes.values())), tuple(shape.sizes), axis_types=mesh.axis_types)
 
 

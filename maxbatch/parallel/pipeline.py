@@ -60,8 +60,8 @@ class Pipeline:
     A tick costs, per device, three permutes of a part's activation (two where M >= S x S): the part moves on, the
     stream moves up, a result moves to its place. Of S x ticks stage runs, S x M x R are useful.
 
-    Every pass over a micro-batch fills and drains the pipeline once. If memory allows, one micro-batch that is g times
-    as large, with g times the microbatches, is the same update as g micro-batches and fills and drains only once.
+    Every pass over a micro-batch fills and drains the pipeline once. If memory allows, one micro-batch of g times
+    the size, with g times the microbatches, gives the same update and fills and drains only once.
     Weights that the fsdp axis splits are gathered at every tick. A data axis gathers none, and its gradients are
     reduced once per update.
     """
@@ -84,13 +84,13 @@ class Pipeline:
         columns = M // S
         weights_SxRxN = jax.tree.map(lambda w: w.reshape(S, self.num_repeats, -1, *w.shape[1:]), stacked)
         stream = self.constrain(self._to_parts(x_BxLxD), _STREAM)
-        # Whole on every stage: they are small, and each stage looks up its own.
+        # Replicated on every stage: they are small, and each stage indexes its own.
         slots_MxbxL = jax.tree.map(lambda x_BxL: self._to_parts(x_BxL).reshape(M, -1, x_BxL.shape[-1]), slots)
         slots_MxbxL = self._placed(slots_MxbxL, None)
         run_stages = self._stages(layers)
         stage_S = jnp.arange(S)
         # A column of the stream moves up by one whenever its head is taken. When part m leaves the last stage, this has
-        # happened equally often for every m, so all results take the same way home.
+        # happened equally often for every m, so all results return by the same path.
         home = S - 1 - (S - 1) // columns
         is_first, is_home = (self._per_stage(stage_S == s) for s in (0, home))
 
