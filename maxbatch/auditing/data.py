@@ -1,6 +1,6 @@
 """The batches of an audit: random rows, and the same rows permuted, padded or with fewer trained tokens.
 
-Shapes: B rows, L tokens in a row, U updates. RowSpec are named by a `RowSpec`, so that equal ones are run once.
+Shapes: B rows, L tokens in a row, U updates. Rows are named by a `RowSpec`, so that equal ones are run once.
 """
 
 from __future__ import annotations
