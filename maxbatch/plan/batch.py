@@ -43,7 +43,7 @@ class Resume(NamedTuple):
     step: int = 0
     samples_seen: int = 0
     hosts: int | None = None  # None: unknown
-    loading_hosts: int | None = None  # those of them that read the data
+    loading_hosts: int | None = None  # the hosts among them that read the data
 
 
 NEW_RUN = Resume()
@@ -68,8 +68,8 @@ class BatchPlan:
     """Every number of the batch of one run on given devices and hosts; its fields are those of `to_dict`.
 
     Top-level numbers are the last stage's. Counts are samples (rows) unless stated otherwise. In reinforcement
-    learning (`rl`) rows are prompt-response pairs, and what counts along the run (`total_samples`, epochs, positions)
-    prompts.
+    learning (`rl`) rows are prompt-response pairs, while the length of the run (`total_samples`, epochs, positions)
+    counts prompts.
     """
 
     num_devices: int
@@ -186,7 +186,7 @@ class BatchPlan:
         last, total = manager.stages[manager.listed[-1]], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None
         if filters:
-            total = samples_per_epoch = None  # the prompts that are read are known only afterwards
+            total = samples_per_epoch = None  # the prompts read are known only afterwards
         batch, micro = last.global_batch_size, last.micro_batch_size_to_train_on
         slots = config.slots_per_sample
         parts, repeats = unit.num_pipeline_microbatches, config.mesh.num_pipeline_repeats
@@ -249,7 +249,7 @@ class BatchPlan:
 
     @property
     def sample(self) -> str:
-        """What a sample of the stream is, in a word: with `use_dpo` a pair of answers."""
+        """A word for a sample of the stream: with `use_dpo` a pair of answers."""
         return "sample" if self.slots_per_sample == self.max_target_length else "pair"
 
     @property
@@ -258,7 +258,7 @@ class BatchPlan:
         return self.manager.stages
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns what `maxbatch plan --json` prints: whole numbers as int, fractions as float."""
+        """Returns the object of `maxbatch plan --json`: whole numbers as int, fractions as float."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
         plan: dict[str, Any] = {name: _json(getattr(self, name)) for name in names}
         plan |= {name: _json(value) for name, value in self.rl._asdict().items()} if self.rl else {}
@@ -303,7 +303,7 @@ def expansion_factor(config: PlanConfig, num_hosts: int | None, resume: Resume =
     """Returns e, checked against the present hosts (None: unknown) and those that wrote the checkpoint.
 
     Raises:
-      ConfigError: e has no meaning, or none with these hosts; the message names one that has.
+      ConfigError: e is invalid, or invalid with these hosts; the message names a valid one.
     """
     key, works = "expansion_factor_real_data", Fraction(-1)
     e, hosts = exact(config[key]), num_hosts or 1
@@ -328,9 +328,9 @@ def expansion_factor(config: PlanConfig, num_hosts: int | None, resume: Resume =
 
 
 def _rows_per_loading_host(stage: Stage, mesh: MeshShape, num_hosts: int, e: Fraction, rl: RLBatch | None) -> Fraction:
-    """Returns the rows that the first loading host reads per update: those of the batch shards that its devices hold.
+    """Returns the rows that the first loading host reads per update: the batch shards on its devices.
 
-    Other hosts may read fewer, where the last pass ends in padding. With load expansion it reads e times its share. In
+    Other hosts may read fewer if the last pass ends in padding. With load expansion it reads e times its share. In
     reinforcement learning every host reads all prompts of a batch.
     """
     if rl:
@@ -356,7 +356,7 @@ def _bubble(stages: int, microbatches: int, repeats: int) -> float:
 
 
 def _eval_batch(config: PlanConfig, unit: MicrobatchUnit, chunk: int | None) -> int:
-    """Returns the samples of one eval pass: as stated, else those of a training pass (a chunk, or p x N)."""
+    """Returns the samples of one eval pass: the stated number, else a training pass (a chunk, or p x N)."""
     key = "eval_per_device_batch_size"
     if not config[key]:
         most = chunk or math.floor(pass_rows(config, unit.num_devices))

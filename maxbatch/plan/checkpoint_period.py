@@ -1,6 +1,6 @@
-"""The checkpoint period that a rate of failures asks for.
+"""The best checkpoint period for a rate of failures.
 
-δ: seconds for which a checkpoint holds training up. M: mean seconds between failures. τ: seconds of training between
+δ: seconds that a checkpoint delays training. M: mean seconds between failures. τ: seconds of training between
 two checkpoints. A period costs δ / τ of the time in checkpoints and, at a failure, half of it in updates that are
 trained again: τ / 2M.
 """
@@ -30,11 +30,11 @@ def daly(save_s: float, between_failures_s: float) -> float:
 
 
 class MeasuredTimes(NamedTuple):
-    """Times of a run that its sessions measured; None where there is nothing to measure."""
+    """Times measured by a run's sessions; None where nothing was measured."""
 
     save_s: float | None
     step_s: float | None
-    restart_s: float | None  # of a session that goes on: away, starting, restoring and compiling
+    restart_s: float | None  # of a restart: away, starting, restoring and compiling
 
 
 class CheckpointPeriod(NamedTuple):
@@ -58,7 +58,7 @@ ASSUMED_SAVE_S = 10.0
 def period_for(
     failures_per_day: float, save_s: float | None, step_s: float | None, measured: MeasuredTimes
 ) -> CheckpointPeriod:
-    """Returns the period for a rate of failures; stated times go before measured ones."""
+    """Returns the period for a rate of failures; stated times override measured ones."""
     source = "assumed" if save_s is None and measured.save_s is None else "measured" if save_s is None else "stated"
     save = save_s or measured.save_s or ASSUMED_SAVE_S
     step = step_s or measured.step_s

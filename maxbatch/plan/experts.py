@@ -27,7 +27,7 @@ class ExpertGroups(NamedTuple):
     experts_per_device: int  # of each layer
     expert_bytes_per_device: int  # of the experts' weights in the state of a device; an optimizer's moments are more
     rows_per_expert_group: Number  # of all devices of the group in one pass
-    choices_per_expert: Number  # of these rows, if all experts get as many
+    choices_per_expert: Number  # of these rows, if the experts share them evenly
 
     @classmethod
     def if_any(cls, model: ModelConfig, shape: MeshShape, rows: int, length: int) -> ExpertGroups | None:

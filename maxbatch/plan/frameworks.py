@@ -21,9 +21,9 @@ class FrameworkSettings(NamedTuple):
     """The settings of one framework for the batch of a plan."""
 
     framework: str
-    settings: str  # what to write there, with its own names
+    settings: str  # the settings, by the framework's own names
     update: str  # its name for the samples of one update, and their number
-    ramp: tuple[str, ...] = ()  # ways to write the stages; none where the batch is constant, or cannot ramp
+    ramp: tuple[str, ...] = ()  # ways to write the stages; empty if the batch is constant or cannot ramp
 
 
 def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
@@ -41,7 +41,7 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
     if plan.rl:
         return _of_prompts(plan, plan.rl)
     if _is_padded(plan):
-        return (_maxbatch(plan),)  # none of the others pads a batch
+        return (_maxbatch(plan),)  # no other framework pads a batch
     return (
         _maxbatch(plan),
         FrameworkSettings("PyTorch DDP", f"DataLoader(batch_size={rows}){divided}", f"batch={batch}"),
@@ -60,8 +60,8 @@ def settings_of(plan: BatchPlan) -> tuple[FrameworkSettings, ...]:
 def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     """Returns the settings for a batch of prompts; `docs/rl.md` explains them.
 
-    verl's mini-batch counts prompts. A framework without a setting for filtered groups, mini-batches or sampling ahead
-    is left out where the plan has them.
+    verl's mini-batch counts prompts. If the plan has filtered groups, mini-batches or sampling ahead, frameworks
+    without a setting for them are left out.
     """
     group, iterations = rl.num_generations, rl.num_iterations
     pairs = rl.minibatch_size * group  # of an update
@@ -92,7 +92,7 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
     own += " batch_padding=true" if _is_padded(plan) else ""
     found = [FrameworkSettings("maxbatch", own, f"{update}={pairs}")]
     if _is_padded(plan):
-        return tuple(found)  # none of the others pads a batch
+        return tuple(found)  # no other framework pads a batch
     if rl.num_minibatches == 1 and not most:
         found.append(FrameworkSettings("MaxText", f"{sizes} {chunks}", f"pairs={pairs}"))
     if not rl.off_policy_steps and not most:
@@ -108,7 +108,7 @@ def _of_prompts(plan: BatchPlan, rl: RLBatch) -> tuple[FrameworkSettings, ...]:
 
 
 def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:
-    """Returns (first batch, increment, samples until the last stage) of a ramp in equal steps; None: it is not one."""
+    """Returns (first batch, increment, samples until the last stage) of a ramp in equal steps; else None."""
     if len(stages) < 2:
         return None
     start, apart = stages[0].global_batch_size, stages[1].threshold
@@ -120,7 +120,7 @@ def linear_ramp(stages: Sequence[Stage]) -> tuple[int, int, Fraction] | None:
 
 
 def _maxbatch(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the batch stated globally, which holds on any number of devices; p is then the most rows of a pass."""
+    """Returns the batch stated globally, valid on any number of devices; p is then the most rows of a pass."""
     most = max(stage.micro_batch_size_to_train_on for stage in plan.stages)
     settings = f"per_device_batch_size={plain_number(Fraction(most, plan.num_devices))}"
     settings += " batch_padding=true" if _is_padded(plan) else ""
@@ -160,7 +160,7 @@ def _megatron(plan: BatchPlan) -> FrameworkSettings:
 
 
 def _nemo(plan: BatchPlan) -> FrameworkSettings:
-    """Returns the settings of NeMo, which runs Megatron-LM and has only its older ramp."""
+    """Returns the settings of NeMo, which runs Megatron-LM but has only the older ramp."""
     micro = math.gcd(*(stage.micro_batch_size_to_train_on for stage in plan.stages))
     batch = plan.global_batch_size_to_train_on
     rows = micro // _parts(plan) // plan.batch_shards
@@ -209,7 +209,7 @@ def _schedule(plan: BatchPlan, unit: int = 1) -> str:
 
 
 def _decimal(rows: int, devices: int) -> str:
-    """Returns rows / devices as the shortest number that a program which truncates x devices reads as rows."""
+    """Returns rows / devices as the shortest decimal whose product with devices truncates to rows."""
     value = plain_number(Fraction(rows, devices))
     if isinstance(value, Fraction):
         value = rows / devices

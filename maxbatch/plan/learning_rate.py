@@ -27,7 +27,7 @@ class LearningRate(NamedTuple):
     rates: RatesConfig
     manager: RampupBatchManager  # gives each stage's scale
     total_samples: int  # of the whole run; 0: the schedule does not need them
-    falls_by_stages: bool = False  # after the warm-up only the scale of the stage changes the rate: a seesaw
+    falls_by_stages: bool = False  # a seesaw: after the warm-up only the scale of the stage changes the rate
 
     @classmethod
     def from_config(
@@ -42,7 +42,7 @@ class LearningRate(NamedTuple):
 
         Args:
           config: the run's config.
-          manager: the plan of its batch; None: that of the config on `num_devices`.
+          manager: the plan of its batch; None: planned from the config on `num_devices`.
           num_devices: devices that train.
           samples_per_epoch: samples in one pass over the training split, which a length in epochs needs.
 
@@ -65,7 +65,7 @@ class LearningRate(NamedTuple):
     def __call__(self, samples_seen: np.ndarray) -> np.ndarray: ...
 
     def __call__(self, samples_seen: int | np.ndarray) -> float | np.ndarray:
-        """Returns the rate of the step that starts at samples_seen; of an array of positions, one of their rates."""
+        """Returns the rate of the step that starts at samples_seen; for an array of positions, an array of rates."""
         if not getattr(samples_seen, "shape", ()):
             return self.at(int(samples_seen))
         import numpy as np

@@ -20,7 +20,7 @@ AXES = ("data", "fsdp", "expert", "tensor", "context", "pipeline")
 BATCH_AXES = ("data", "fsdp", "expert")
 MODEL_AXES = ("tensor", "context", "pipeline")
 MOST_DEVICES = 2**31
-# The axis that receives the devices that another gives up.
+# The axis that takes over the devices of another axis.
 _TAKES_REST = {"ici": "fsdp", "dcn": "data"}
 # The key of the dimension of the model that an axis splits. The axis must divide it.
 _SPLIT = {
@@ -90,7 +90,7 @@ class MeshShape:
 
 
 class RunMeshes(NamedTuple):
-    """The mesh shapes of a run; both are the same one unless reinforcement learning samples elsewhere or on others."""
+    """The mesh shapes of a run; equal unless reinforcement learning samples on another mesh or other devices."""
 
     training: MeshShape
     sampling: MeshShape
@@ -100,8 +100,8 @@ class RunMeshes(NamedTuple):
     def from_config(cls, config: PlanConfig, num_devices: int, num_slices: int = 1, num_hosts: int = 1) -> RunMeshes:
         """Resolves the axis sizes on N devices in that many slices.
 
-        Where some devices train and others sample, each of several hosts shares out its own devices, and one host of
-        several slices shares out the slices.
+        If some devices train and others sample, several hosts each divide their own devices, and one host of several
+        slices divides the slices.
 
         Raises:
           ConfigError: the devices cannot be shared out, or the axes do not multiply to them.
@@ -129,7 +129,7 @@ class RunMeshes(NamedTuple):
 
 
 def check_machine(num_devices: int, num_slices: int) -> None:
-    """Raises ConfigError if there are no such devices, or if they are another number of slices."""
+    """Raises ConfigError if the machine lacks such devices, or has another number of slices."""
     if not 1 <= num_devices <= MOST_DEVICES:
         works = max(1, min(num_devices, MOST_DEVICES))
         rule = f"must be from 1 to {MOST_DEVICES}"
@@ -224,7 +224,7 @@ def _sampling_refusal(
 
 
 def _room(config: PlanConfig, axis: str) -> int:
-    """Returns the size of the dimension of the model that an axis splits; of layers those that a pipeline runs."""
+    """Returns the size of the model's dimension that an axis splits; for layers, the number in the pipeline."""
     return num_layers(config.model) if axis == "pipeline" else int(config[_SPLIT[axis]])
 
 
@@ -271,7 +271,7 @@ def _misfit(config: PlanConfig, sizes: Mapping[str, int], net: str, rule: str, t
 
 
 def _smaller(net: str, sizes: Mapping[str, int], total: int) -> dict[str, Value]:
-    """Returns the sizes that change if each is made a divisor of what the sizes before it leave of the total."""
+    """Returns the sizes that change if each becomes a divisor of the total that earlier sizes leave."""
     works: dict[str, Value] = {}
     for axis, size in sizes.items():
         fits = math.gcd(size, total)
@@ -285,7 +285,7 @@ def _shared_out(config: PlanConfig, num_devices: int, per_slice: int, of_host: b
     """Returns how many devices train and how many others sample; with several slices, each part has whole slices.
 
     Args:
-      of_host: whether the devices are those of each host, or those of a slice where a host has several.
+      of_host: whether the devices are a host's; otherwise a slice's, where one host has several slices.
     """
     whose = " of each host" if of_host else ""
     if num_devices == 1:

@@ -63,7 +63,7 @@ class MicrobatchUnit(NamedTuple):
 
     @classmethod
     def from_config(cls, config: PlanConfig, mesh: MeshShape) -> MicrobatchUnit:
-        """Resolves `num_pipeline_microbatches` (-1: the stages); raises ConfigError for no multiple of the stages."""
+        """Resolves `num_pipeline_microbatches` (-1: the stages); raises ConfigError unless the stages divide it."""
         key, stages = "num_pipeline_microbatches", mesh.num_pipeline_stages
         parts = pipeline_microbatches(config.mesh, stages)
         if parts % stages or parts > max(_MOST_PARTS, stages):
@@ -123,9 +123,9 @@ def _split(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSta
 
 
 def _padded(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitStage:
-    """Returns a stage in as few passes as the largest one allows, of the fewest rows that hold the batch in so many.
+    """Returns a stage in the fewest passes, with the fewest rows per pass that hold the batch.
 
-    Then every pass has a real row. A stage whose passes are stated is split as without padding.
+    Every pass then has a real row. A stage whose passes are stated is split as without padding.
     """
     most = most_rows // unit.rows * unit.rows
     if stage.micro_batch is not None or not most:
@@ -162,7 +162,7 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
 
 
 def _unheld_share(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
-    """Returns the refusal of a global batch whose share of a pass, which follows from it, the devices cannot hold."""
+    """Returns the refusal of a global batch whose rows per pass the devices cannot hold."""
     key, g = "global_batch_size", config.batch.gradient_accumulation_steps or 1
     rule = f"must be {g} accumulation steps x a multiple of {unit.rows} ({unit})"
     works: dict[str, Value] = {key: nearest_multiple(config[key], unit.rows * g, MOST_SAMPLES)}
@@ -174,7 +174,7 @@ def _unheld_share(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
 def _unheld_batches(
     config: PlanConfig, unit: MicrobatchUnit, batches: Batches, unheld: Sequence[int], ahead: int
 ) -> Refusal:
-    """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is no multiple of it."""
+    """Returns the refusal of stated global batches: a pass cannot hold a unit, or a batch is not a multiple of it."""
     most_rows = math.floor(pass_rows(config, unit.num_devices))
     p, parts = "per_device_batch_size", "num_pipeline_microbatches"
     pipeline, shards = unit.num_pipeline_stages, unit.batch_shards

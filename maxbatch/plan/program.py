@@ -14,7 +14,7 @@ from maxbatch.plan.refusal import Refusal
 LANES = 128  # of a TPU's vector registers; the blocks of splash attention are multiples of it
 
 Kernel = Literal["dot_product", "cudnn", "splash"]  # of the attention
-Rules = Mapping[Kernel, Sequence[tuple[bool, str]]]  # of each kernel: whether each rule holds, and the rule in words
+Rules = Mapping[Kernel, Sequence[tuple[bool, str]]]  # by kernel: whether each rule holds, and its words
 
 
 def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:

@@ -32,7 +32,7 @@ from maxbatch.plan.stages import MOST_SAMPLES, data_end
 class Stage(NamedTuple):
     """A part of the run with one batch size.
 
-    A stage behind a resume that these devices cannot hold has micro-batches (and a batch that is not whole) of 0.
+    A stage before a resume that these devices cannot hold has 0 micro-batches, and a batch of 0 if it is not whole.
     """
 
     per_device_batch_size: Number  # rows per device in one pass, M / N
@@ -74,13 +74,13 @@ class RampupBatchManager:
     anchor, the stages before it are planned as they ran. Otherwise their steps are unknown, and stages count from it.
     """
 
-    split_stages: tuple[SplitStage, ...]  # also those that are skipped or never reached
+    split_stages: tuple[SplitStage, ...]  # including those that are skipped or never reached
     anchor: tuple[int, int]  # (step, samples_seen) from which the run continues; (0, 0) at the start
     steps: int | None  # the run's length in updates; None: it is stated in data
     data_end: int | None  # its length in samples; None: it is stated in updates, or unknown
     updates_per_batch: int  # updates per batch; the position advances after the last of them
     num_minibatches: (
-        int  # updates that a batch is cut into; it is gone through updates_per_batch / num_minibatches times
+        int  # updates that a batch is cut into; the batch is used updates_per_batch / num_minibatches times
     )
     num_devices: int  # those that train
     rows_per_sample: int  # 1; in reinforcement learning the responses of a prompt
@@ -131,7 +131,7 @@ class RampupBatchManager:
     ) -> RampupBatchManager:
         """Plans the rest of a run on devices whose unit and whose batch of pairs are known."""
         if rl and rl.max_prompts_per_batch is not None:
-            # The plan counts the prompts that are trained on, since those that are read are known only afterwards.
+            # The plan counts trained prompts, since the prompts read are known only afterwards.
             anchor = (anchor[0], anchor[0] // rl.updates_per_batch * rl.batch_size)
         split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=anchor[1])
         manager = cls(
@@ -164,15 +164,15 @@ class RampupBatchManager:
 
     @functools.cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """Every stage, also one that is skipped or never reached."""
+        """Every stage, including those that are skipped or never reached."""
         return tuple(self._stage(index) for index in range(len(self.split_stages)))
 
     @functools.cached_property
     def listed(self) -> tuple[int, ...]:
         """Numbers of the stages to list.
 
-        A stage without updates is listed if the config states it and the run could still reach it, so neither is one
-        behind an anchor, whose updates are unknown, nor one of a seesaw.
+        A stage without updates is listed if the config states it and the run could still reach it. Stages before an
+        anchor, whose updates are unknown, and those of a seesaw are not.
         """
         first = self._visits[0].stage
         with_updates = [number for number, stage in enumerate(self.stages) if stage.num_steps != 0]
@@ -181,7 +181,7 @@ class RampupBatchManager:
 
     @functools.cached_property
     def totals(self) -> tuple[int | None, int | None]:
-        """Updates and samples of the whole run, those behind the anchor included; None where unknown."""
+        """Updates and samples of the whole run, including those before the anchor; None where unknown."""
         if self.data_end is not None:
             if self.anchor[1] >= self.data_end:
                 return self.anchor
@@ -255,7 +255,7 @@ class RampupBatchManager:
             first = end
 
     def _rows_of(self, step: int, first_sample: int) -> int:
-        """Returns the real rows of an update, by its number from 1: those of its part of the batch."""
+        """Returns the real rows of an update, by its number from 1."""
         rows, part = self.rows_at(first_sample), self.batch_size_at(first_sample) // self.num_minibatches
         visit = self._visits[bisect.bisect_left(self._visits, step, key=lambda v: v.step) - 1]
         return max(0, min(part, rows - (step - 1 - visit.step) % self.num_minibatches * part))

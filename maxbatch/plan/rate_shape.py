@@ -8,7 +8,7 @@ from fractions import Fraction
 from maxbatch.config.sections import RatesConfig
 from maxbatch.config.values import exact
 
-# Phases of a half wave, over pi, by their cosine: the only rational ones of both (Niven's theorem).
+# Phase over pi of a half wave, by its cosine: the only pairs of rational numbers (Niven's theorem).
 _PHASES = {
     Fraction(1): Fraction(0),
     Fraction(1, 2): Fraction(1, 3),
@@ -45,7 +45,7 @@ def warm_up_end(rates: RatesConfig, total_samples: int) -> Fraction:
 
 
 def has_fallen(rates: RatesConfig, total_samples: int, samples_seen: int, level: Fraction) -> bool:
-    """Returns whether the rate after the warm-up is at most `level` < 1 of its peak, exactly where it is equal."""
+    """Returns whether the rate after the warm-up is at most `level` < 1 of its peak; equality is exact."""
     last, left = exact(rates.learning_rate_final_fraction), total_samples - samples_seen
     if last == 1 or rates.learning_rate_schedule == "constant":
         return False

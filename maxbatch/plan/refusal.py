@@ -17,7 +17,7 @@ _S = TypeVar("_S", bound=Section)
 
 
 class Refusal(ConfigError):
-    """A rule that the config breaks; `works` holds values of keys that keep it, the others left as they are."""
+    """A broken rule of the config; `works` holds key values that satisfy it with all others unchanged."""
 
     def __init__(self, config: Keyed, name: str, rule: str, works: Mapping[str, Value]) -> None:
         super().__init__(f"{stated(config, name)}: {rule}")
@@ -29,12 +29,12 @@ class Refusal(ConfigError):
 
 
 def stated(config: Keyed, *names: str) -> str:
-    """Returns keys and their values as a message repeats them: "a=1, b=2"."""
+    """Returns keys and their values for a message: "a=1, b=2"."""
     return ", ".join(f"{name}={shown(_text(config[name], quote=''))}" for name in names)
 
 
 def in_words(number: Number) -> str:
-    """Returns a number as a message shows it."""
+    """Returns a number for a message."""
     return shown(_text(number))
 
 
@@ -60,7 +60,7 @@ def accepted(config: _S, plan: Callable[[_S], _T]) -> _T:
 
 
 def _text(value: Value, quote: str = '"') -> str:
-    """Returns a value as an override states it."""
+    """Returns a value as text for an override."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str):

@@ -42,8 +42,8 @@ class RLBatch(NamedTuple):
     off_policy_steps: int  # batches between sampling and training
     num_trainer_devices: int  # devices that train
     num_sampler_devices: int  # devices that sample: the same ones, or as many others
-    rollout_data_parallelism: int  # parts that the responses of a chunk are split into
-    rollout_tensor_parallelism: int  # devices that hold the weights of such a part between them
+    rollout_data_parallelism: int  # parts into which the responses of a chunk are split
+    rollout_tensor_parallelism: int  # devices that share the weights of one such part
 
     @classmethod
     def if_stated(cls, config: PlanConfig, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
@@ -101,7 +101,7 @@ class RLBatch(NamedTuple):
 
 
 def _check_other_keys(config: PlanConfig, batch: int) -> None:
-    """Raises Refusal for values without a meaning beside a batch of prompts, and for more pairs than machines hold."""
+    """Raises Refusal for values that mean nothing beside a batch of prompts, and for more pairs than machines hold."""
     length, prompt = config.length.max_target_length, config.prompts.max_prefill_predict_length
     group, updates = config.prompts.num_generations, _updates_per_batch(config.prompts)
     if batch % config.prompts.num_minibatches:
@@ -150,7 +150,7 @@ def _most_prompts(prompts: PromptBatchConfig, batch: int) -> int | None:
 
 
 def _check_filter(config: PlanConfig, batch: int, updates: int) -> None:
-    """Raises Refusal for settings that do not go with `filter_groups`."""
+    """Raises Refusal for settings that conflict with `filter_groups`."""
     prompts, length = config.prompts, config.length
     most = prompts.max_prompts_per_batch
     if not prompts.filter_groups:
@@ -222,8 +222,8 @@ def _chunks(prompts: PromptBatchConfig, batch: int, train_shards: int, rollout_s
 def _padded_chunks(prompts: PromptBatchConfig, batch: int, train_shards: int) -> tuple[int, int, int]:
     """Returns the pairs per chunk of training, the chunks of an update, and the prompts per chunk of generation.
 
-    As in pre-training an update takes as few passes as the largest one allows, of the fewest rows that hold its pairs
-    in so many. The chunks that are stated are bounds.
+    As in pre-training, an update takes the fewest passes, with the fewest rows per pass that hold its pairs. Stated
+    chunks are upper bounds.
     """
     group, pairs = prompts.num_generations, batch // prompts.num_minibatches * prompts.num_generations
     name, unit, most = "micro_batch_size", 1, pairs if prompts.micro_batch_size == -1 else prompts.micro_batch_size

@@ -1,4 +1,4 @@
-"""Seesaw: where a schedule would lower the rate, the batch grows instead, and the rate falls by the root alone.
+"""Seesaw: where a schedule would lower the rate, the batch grows instead, and the rate falls by the root only.
 
 Reference: Meterez et al. 2025 (https://arxiv.org/abs/2510.14717).
 """
@@ -26,7 +26,7 @@ def _is_whole(number: Fraction | None, least: int) -> bool:
 
 
 def _falling(rates: RatesConfig, factor: Fraction) -> dict[str, Value]:
-    """Returns a setting that lets the rate fall by the factor; it may need another one beside it."""
+    """Returns a setting that lets the rate fall by the factor; it may need a second one."""
     if rates.learning_rate_schedule != "constant" and rates.learning_rate_final_fraction * factor >= 1:
         return {"learning_rate_final_fraction": 0}
     if rates.learning_rate_schedule != "cosine":
@@ -35,17 +35,17 @@ def _falling(rates: RatesConfig, factor: Fraction) -> dict[str, Value]:
 
 
 class Seesaw(NamedTuple):
-    """What `seesaw 256 2` states: the first batch, and the factor by which the batch grows at each cut."""
+    """A stated seesaw, such as `seesaw 256 2`: the first batch, and the factor of growth at each cut."""
 
     first_batch: int
     factor: int
 
     @classmethod
     def if_stated(cls, config: PlanConfig) -> Seesaw | None:
-        """Returns what `batch_size_schedule` states, None if it is no seesaw.
+        """Returns the seesaw in `batch_size_schedule`; None for any other value.
 
         Raises:
-          ConfigError: it states no batch or no factor, or the rate does not fall as a seesaw needs it.
+          ConfigError: the batch or the factor is missing, or the rate does not fall as a seesaw needs.
         """
         text = config.batch.batch_size_schedule
         words = [] if text is None else text.split()
@@ -74,7 +74,7 @@ class Seesaw(NamedTuple):
         """Returns pairs of first sample and batch, up to the last cut at which an update of the run begins.
 
         Cut i is the first sample, after the warm-up, at which the unscaled rate is at most its peak / factor^i. A
-        batch that no update has, since the one before it passes the next cut, is left out.
+        batch without updates, because the previous update passes the next cut, is left out.
 
         Args:
           rates: the schedule of the rate.

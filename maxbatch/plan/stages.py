@@ -137,7 +137,7 @@ def parse_schedule(text: str, length: int) -> Batches:
 
 
 def stated_schedule(batches: Batches, length: int) -> str:
-    """Returns a schedule in its stated form, in whole samples or tokens; of a long one only the first stages."""
+    """Returns a schedule as text, in whole samples or tokens; a long one is cut to its first stages."""
     pairs: dict[Fraction, str] = {}
     for threshold, batch in batches:
         tokens = math.ceil(threshold * length)
@@ -168,7 +168,7 @@ def ramp_numbers(config: PlanConfig) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, Value]:
-    """Returns the keys of a ramp near the stated one, in whole increments, all rows per device multiples of unit."""
+    """Returns the keys of a ramp near the stated one: whole increments, rows per device in multiples of unit."""
     p, a, c = ramp_numbers(config)
     start, target = (nearest_multiple(rows, unit, MOST_ROWS) for rows in (a, p))
     if start == target:

@@ -1,4 +1,4 @@
-"""The same run on fewer slices, or fewer hosts: what each smaller machine would do with the batch."""
+"""The same run on fewer slices or hosts: the batch on each smaller machine."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Machine(NamedTuple):
 
     @property
     def unit(self) -> str:
-        """The part that a machine loses at once: a slice or, where there is a single slice, a host."""
+        """The unit of loss: a slice or, on a single slice, a host."""
         return "slices" if self.num_slices > 1 else "hosts"
 
     def without(self, lost: int) -> Machine:
-        """Returns the machine that is left after `lost` of its slices or hosts are gone."""
+        """Returns the machine without `lost` of its slices or hosts."""
         whole = self.num_slices if self.num_slices > 1 else self.num_hosts
         left = whole - lost
         slices = left if self.num_slices > 1 else 1
@@ -37,17 +37,17 @@ class SurvivalRow(NamedTuple):
     slices: int
     hosts: int
     devices: int
-    global_batch_size_to_train_on: int | None  # None, like all numbers below, where the run is refused
+    global_batch_size_to_train_on: int | None  # None, like all numbers below, if the run is refused
     per_device_batch_size: Number | None
     gradient_accumulation_steps: int | None
     micro_batch_size_to_train_on: int | None
     padded_slots_per_step: int | None
     padded_share: float | None
-    refusal: str | None  # why the run does not start on it; None if it does
+    refusal: str | None  # why the run is refused; None if it is not
 
 
 def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
-    """Returns a machine and those that are left after the loss of 1 to `survive` of its slices or hosts.
+    """Returns a machine, and the machines without 1 to `survive` of its slices or hosts.
 
     Raises:
       ConfigError: nothing would be left, or the slices or hosts are not alike.

@@ -1,4 +1,4 @@
-"""Warnings about values that are allowed and do nothing, or not what they seem to."""
+"""Warnings about allowed values that have no effect, or another one than they suggest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST_TRIES = 200_000  # stages of ramps that are tried
 
 
 def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager, resumes: bool) -> Iterator[str]:
-    """Yields a warning for each statement of the config without an effect.
+    """Yields a warning for each stated value without an effect.
 
     Args:
       config: the run's config.
@@ -75,7 +75,7 @@ def _last(manager: RampupBatchManager) -> int:
 
 
 def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> Iterator[str]:
-    """Yields a warning about stages whose thresholds the updates of earlier ones pass."""
+    """Yields a warning about stages that a single update of an earlier stage skips."""
     if manager.anchor != (0, 0) or Seesaw.if_stated(config):
         return
     total = manager.total_samples
@@ -93,7 +93,7 @@ def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> 
 
 
 def _enough_samples(batches: list[int]) -> int:
-    """Returns a `global_rampup_samples` for which every stage has an update: the least, if few have to be tried."""
+    """Returns a `global_rampup_samples` that gives every stage an update: the least one, if few have to be tried."""
     n = len(batches) - 1
     enough = n * max(batches[:-1])  # then no update passes two thresholds
     entries = itertools.accumulate(batches[:-2])  # of stages 1 to n - 1, at least

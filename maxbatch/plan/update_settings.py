@@ -1,8 +1,8 @@
-"""What each update is taken with: its rate, and the decays that may be stated in tokens.
+"""The settings of each update: its rate, and the decays that may be stated in tokens.
 
-A decay stated in tokens follows the batch of the update, so that a ramp does not change how much text the moments and
-the weight decay average over: b = 0.5^(tokens / half-life), weight decay = tokens / (timescale x peak rate). Reference:
-Marek et al. 2025 (https://arxiv.org/abs/2507.07101) for half-lives, Wang and Aitchison 2024
+A decay stated in tokens follows the batch of the update, so that a ramp does not change the amount of text that
+the moments and the weight decay average over: b = 0.5^(tokens / half-life), weight decay = tokens / (timescale x peak
+rate). References: Marek et al. 2025 (https://arxiv.org/abs/2507.07101) for half-lives, Wang and Aitchison 2024
 (https://arxiv.org/abs/2405.13698) and Bergsma et al. 2025 (https://arxiv.org/abs/2505.13738) for the timescale.
 """
 
@@ -17,7 +17,7 @@ from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 
-_MOST_HALVINGS = 100.0  # of one update: nothing is left of what was before
+_MOST_HALVINGS = 100.0  # of one update: nothing older is left
 
 
 class UpdateSettings(NamedTuple):
@@ -25,10 +25,10 @@ class UpdateSettings(NamedTuple):
 
     learning_rate: float
     batch_ratio: float = 1.0  # the update's batch over the reference batch, for adam_scaling=sde
-    adam_b1_halvings: float = 0.0  # half-lives that the update lasts; its b1 is 2 to the minus these
+    adam_b1_halvings: float = 0.0  # length of the update in half-lives; its b1 is 2 to the minus these
     adam_b2_halvings: float = 0.0
     adam_weight_decay: float = 0.0
-    average_halvings: float = 0.0  # half-lives of the average of the parameters that the update lasts
+    average_halvings: float = 0.0  # length of the update in half-lives of the parameter average
 
 
 class Decays(NamedTuple):
@@ -70,12 +70,12 @@ class DecayPlan(NamedTuple):
         return Decays(decay("adam_b1"), decay("adam_b2"), self.weight_decay(tokens, stage), average)
 
     def average_halvings(self, tokens: int) -> float:
-        """Returns the half-lives of the average of the parameters that an update of so many tokens lasts; 0: none."""
+        """Returns the length of an update of so many tokens in half-lives of the parameter average; 0: no average."""
         stated = self.optimizer.parameter_average_half_life
         return 0.0 if stated is None else min(_MOST_HALVINGS, float(tokens / in_tokens(stated)))
 
     def halvings(self, name: str, tokens: int) -> float:
-        """Returns the half-lives of a moment (`adam_b1`, `adam_b2`) that an update of so many tokens lasts."""
+        """Returns the length of an update of so many tokens in half-lives of a moment (`adam_b1`, `adam_b2`)."""
         stated: float | None = self.optimizer[name]
         if stated is None:
             return min(_MOST_HALVINGS, float(tokens / in_tokens(self.optimizer[f"{name}_half_life"])))
@@ -110,7 +110,7 @@ class UpdatePlan(NamedTuple):
         return cls(LearningRate.from_config(config, manager), DecayPlan.from_config(config, manager))
 
     def at(self, samples_seen: int, num_rows: int | None = None) -> UpdateSettings:
-        """Returns the settings of an update that starts at samples_seen, of so many real rows (None: all of its batch).
+        """Returns the settings of the update that starts at samples_seen with so many real rows (None: all).
 
         Its tokens are its real rows' slots.
         """

@@ -1,4 +1,4 @@
-"""The batch plan for people: an equation, the numbers by name, the ramp table, the layout of one update."""
+"""The batch plan as text: an equation, the numbers by name, the ramp table, the layout of one update."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _STAGE_NUMBERS = (
     "threshold", "first_sample", "first_step", "num_steps", "num_samples", "per_device_batch_size",
     "gradient_accumulation_steps", "micro_batch_size_to_train_on", "global_batch_size",
 )  # fmt: skip
-# Titles, and under each the names of its numbers and what they are.
+# Titles, each with the names and the meaning of its numbers.
 _NUMBERS = """
 machine
   num_devices                    N
@@ -97,7 +97,7 @@ ramp
   rampup_end_sample              samples before the last stage
 """
 _OF_PADDING = ("padded_slots_per_step", "padded_share")
-# Numbers that count a whole batch, also one that is cut into mini-batches.
+# Numbers that count a whole batch, even if it is cut into mini-batches.
 _OF_BATCH = (
     "gradient_accumulation_steps",
     "global_batch_size_to_train_on",
@@ -107,7 +107,7 @@ _OF_BATCH = (
 
 
 def plan_console() -> Console:
-    """Returns a console for standard output that folds nothing in a pipe; it colours on a terminal only."""
+    """Returns a console for standard output, which neither folds nor colours text in a pipe."""
     return PipeConsole()
 
 
@@ -156,7 +156,7 @@ def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Consol
 
 
 def updates_table(batch: RLBatch) -> Table:
-    """Returns the table of the updates that a batch of prompts from samples_seen = s on is trained on with."""
+    """Returns the table of the updates on the batch of prompts that starts at samples_seen = s."""
     table = PlainTable("update of batch", "pass", "mini-batch", "trains on", "pairs", justify="right")
     for update in _abridged(batch.updates_per_batch, _MOST_UPDATES):
         if update is None:
@@ -171,7 +171,7 @@ def updates_table(batch: RLBatch) -> Table:
 
 
 def versions_table(batch: RLBatch, num_devices: int) -> Table:
-    """Returns the table of the policies that sample the first batches, and when on so many devices."""
+    """Returns the table of the policies that sample the first batches, and of their times on so many devices."""
     is_apart = batch.num_trainer_devices + batch.num_sampler_devices <= num_devices
     steps = batch.off_policy_steps
     table = PlainTable("batch", "reads", "is sampled by", "while it trains" if is_apart else "before it trains")
@@ -190,18 +190,18 @@ def versions_table(batch: RLBatch, num_devices: int) -> Table:
 
 
 def _is_in_tokens(optimizer: OptimizerConfig, decay: str) -> bool:
-    """Returns whether a decay is stated in tokens, so that its value per update is news."""
+    """Returns whether a decay is stated in tokens, so that its value per update is worth printing."""
     name = "weight_decay_timescale" if decay == "adam_weight_decay" else f"{decay}_half_life"
     return optimizer[name] is not None
 
 
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequence[str] = ()) -> Table:
-    """Returns the table of stages; with a rate, also that of each one's first and last update.
+    """Returns the table of stages; with a rate, also the rates of each stage's first and last update.
 
     Args:
       plan: the plan of the batch.
       rate: of the run; None: the table has no rates.
-      decays: those of `Decays` that are shown where no ramp changes them, too.
+      decays: names in `Decays` to show even if no ramp changes them.
     """
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
     sample, of_pairs = ("prompt", " pairs") if plan.rl else (plan.sample, "")
@@ -220,7 +220,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequen
     padded = any(stage.padded_slots_per_step for stage in plan.stages)
     heads += ["padded"] if padded else []
     heads += ["lr scale"] if scaled else []
-    # A ramp changes those that are stated in tokens, and with adam_scaling=sde the moments'.
+    # A ramp changes decays stated in tokens, and with adam_scaling=sde those of the moments.
     changing = [name for name in Decays._fields if len({getattr(own, name) for own in plan.decays}) > 1]
     decays = [name for name in Decays._fields if name in changing or name in decays]
     heads += [name.removeprefix("adam_") for name in decays]
@@ -243,7 +243,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequen
 
 
 def render_layout(plan: BatchPlan, console: Console) -> None:
-    """Draws which device gets which sample in which micro-batch, in the first and in the last stage."""
+    """Draws the samples of every device and micro-batch, in the first and in the last stage."""
     console.print()
     group = plan.manager.rows_per_sample
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
@@ -318,7 +318,7 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
         if not name:
             title = line
         elif source and not absent.get(title) and name not in unpadded:
-            if plan.rl:  # what counts along the run is prompts, what an update trains on is pairs
+            if plan.rl:  # the run counts prompts, an update pairs
                 meaning = meaning.replace("samples", "prompts" if title in ("run", "ramp") else "pairs")
             if name in _OF_BATCH and plan.manager.num_minibatches > 1:
                 meaning = meaning.replace("per update", "per batch")
@@ -344,7 +344,7 @@ def _first_and_last_rate(plan: BatchPlan, stage: Stage, rate: LearningRate) -> l
 
 
 def _abridged(count: int, most: int) -> list[int | None]:
-    """Returns range(count), of which None replaces the middle where it is longer than most."""
+    """Returns range(count); if it is longer than `most`, None replaces its middle."""
     if count <= most:
         return list(range(count))
     return [*range(most - 2), None, count - 1]
@@ -371,7 +371,7 @@ def _counted(count: int, noun: str) -> str:
 
 
 def number_text(value: int | float | Fraction | None) -> str:
-    """Returns a number with its thousands apart, a fraction as a decimal, None as a dash."""
+    """Formats a number: thousands separated, a fraction as a decimal, None as a dash."""
     if value is None:
         return "-"
     if isinstance(value, int):
