@@ -25,10 +25,10 @@ _ROWS = 8
 class Case:
     """The smallest counterexample of a broken promise."""
 
-    rows: int  # with those of zero weight
-    padding_rows: int  # of them, those of zero weight behind the others
+    rows: int  # including those of zero weight
+    padding_rows: int  # rows of zero weight after the others
     layout: Layout
-    updates: int  # after which it shows
+    updates: int  # updates after which it shows
     trained_tokens: tuple[int, ...]  # of each micro-batch; of each device where there is one pass
     saved_after: int = 0  # updates before the resume; 0: none
     in_new_process: bool = False  # the resume is
@@ -53,9 +53,9 @@ class Verdict:
     reason: str = ""  # why it is not applicable, how far it was tried, or the exception that broke it
     fault: str = ""  # a name of the table of faults
     explanation: str = ""  # the fault in words
-    array: str | None = None  # the parameter that differs most; None: the reported loss alone does
-    by: float | None = None  # its difference, of the movement of the parameters; None: no number
-    loss_by: float | None = None  # the difference of the reported loss, of itself; 0: none
+    array: str | None = None  # the parameter that differs most; None: only the reported loss differs
+    by: float | None = None  # its difference, relative to the movement of the parameters; None: not a number
+    loss_by: float | None = None  # the relative difference of the reported loss; 0: none
     terms: tuple[str, ...] = ()  # reported scalars beside the loss that change with it
     case: Case | None = None
 
@@ -66,10 +66,10 @@ class Audit:
 
     Attributes:
       verdicts: in the order of the table of promises.
-      spread: of the parameters over permutations of the same rows, of their movement (the median over the arrays).
-      tolerance: the most that parameters may differ by: 10 spreads and 1e-5.
-      loss_spread, loss_tolerance: the same of the reported loss, of itself; None where none is reported.
-      nan: what a weight that is NaN does; no promise is about it.
+      spread: of the parameters over permutations of the same rows, relative to their movement (median of the arrays).
+      tolerance: the largest difference allowed of parameters: 10 spreads, at least 1e-5.
+      loss_spread, loss_tolerance: the same for the reported loss, relative to it; None if none is reported.
+      nan: the effect of a weight that is NaN; no promise covers it.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -127,7 +127,7 @@ def audit(
         trainer: an object with `init()`, which returns a new state, `step(state, batch)`, which returns the state
         after one update on the whole batch and a mapping of scalars ("loss" among them, or None), and
         `params(state)`, which returns a mapping of names to NumPy arrays. It raises an exception for a layout that it
-        does not have. A batch is a dict of NumPy arrays, [B, L]: `tokens` (int32), `weights` (float32, of each token
+        does not support. A batch is a dict of NumPy arrays, [B, L]: `tokens` (int32), `weights` (float32, of each token
         as the one predicted) and `segments` (int32, 0 at padding).
       length: L, tokens of a row.
       vocab_size: V; the tokens are 1 to V - 1.
@@ -151,7 +151,7 @@ def audit(
     for promise in PROMISES:
         broken, reason = bench.first_broken(promise, promise.rows)
         found.append((promise, broken, reason))
-    if any(broken for _, broken, _ in found):  # what other rows do not break was rounding
+    if any(broken for _, broken, _ in found):  # a fault that other rows do not show was rounding
         other = Bench(subject, Data(length, vocab_size, updates, seed + 1), import_make)
         found = [
             (promise, broken and other.first_broken(promise, promise.rows)[0] and broken, reason)
@@ -204,7 +204,7 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdi
 
 
 def _nan(bench: Bench) -> str:
-    """Returns what a NaN among the weights of the second update does, in one pass and in one of two passes."""
+    """Returns the effect of a NaN among the weights of the second update, in one pass and in one of two passes."""
     rows = RowSpec(_ROWS, poisoned=True)
     in_one, in_two = (_after_nan(bench, Side(layout, rows)) for layout in (whole(_ROWS), Layout(1, 2, _ROWS // 2)))
     return in_one if in_one == in_two else f"{in_one} if the batch is one pass; {in_two} if it is two"

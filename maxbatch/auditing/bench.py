@@ -32,7 +32,7 @@ class Bench:
     Args:
       subject: the trainer.
       data: the rows.
-      import_make: returns its `make` in a new process; None: by the name of its module.
+      import_make: returns its `make` in a new process; None: imports it by the name of its module.
 
     Attributes:
       no_process: why no new process trains with the trainer, or "".
@@ -61,7 +61,7 @@ class Bench:
         self.tolerance, self.order_distance = compare.tolerance(self.base, self.permuted)
 
     def run(self, side: Side) -> Run:
-        """Returns a run, from memory if it has been run; raises Refused."""
+        """Returns a run, from memory if it was run before; raises Refused."""
         if side not in self._runs:
             try:
                 self._runs[side] = self._run(side)
@@ -81,7 +81,7 @@ class Bench:
         return resumed_elsewhere(subject, self._import_make, side.layout, batches, side.save_after)
 
     def first_broken(self, promise: Promise, num_rows: int) -> tuple[Broken | None, str]:
-        """Returns the first trial of B rows that breaks the promise; and why none applies, if so."""
+        """Returns the first trial of B rows that breaks the promise, and the reason if no trial applies."""
         refused, applies = "", False
         for trial in promise.trials(num_rows, self.data.updates):
             try:
@@ -114,7 +114,7 @@ class Bench:
         return broken
 
     def _difference(self, promise: Promise, trial: Comparison, first: Run, second: Run) -> Difference | None:
-        if promise.name == "order" and not self.order_distance:  # else its spread is no measure of rounding
+        if promise.name == "order" and not self.order_distance:  # otherwise its spread does not measure rounding
             return None
         found = compare.difference(first, second, self.tolerance)
         side, rows = trial.first, trial.first.rows

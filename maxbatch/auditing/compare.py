@@ -1,9 +1,9 @@
-"""How far two runs are apart, and how far rounding alone takes them.
+"""The distance of two runs, and the distance that rounding alone explains.
 
-The distance of two arrays is the root mean square of the differences of their elements that moved, over that of the
-movement of all parameters. It is measured of each array, and of each of its parts: its elements with one index, along
-every axis. An element that differs between permutations of the same rows is noise, and left out: Adam turns the
-rounding of a gradient that is zero in exact arithmetic into a whole step.
+The distance of two arrays is the root mean square of the differences of their elements that moved, over the root mean
+square of the movement of all parameters. It is measured for each array and for each of its parts: the elements of one
+index, along every axis. Elements that differ between permutations of the same rows are noise and left out: Adam turns
+the rounding of a gradient that is exactly zero into a whole step.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ import numpy as np
 
 from maxbatch.auditing.trainer import Run
 
-LEAST = 1e-5  # of the movement, of the loss: no trainer is held to less
+LEAST = 1e-5  # of the movement, of the loss: the strictest tolerances
 TIMES = 10.0  # the spread over permutations
-_MOST = 0.02  # rounding that changes more than this is no rounding
-_NOISY = 1e-3  # of the movement: an element that permutations change by more is noise
-_MOST_NOISY = 0.25  # of the elements that moved; more than this are no noise
-_LEAST_LOSS = 2e-6  # a difference that a sum of some nats in float32 may round to, however small its loss
-# The same of the first loss, of which only the order of a sum differs; the second, if it is reported in bfloat16.
+_MOST = 0.02  # a larger change is not rounding
+_NOISY = 1e-3  # of the movement: an element that changes more between permutations is noise
+_MOST_NOISY = 0.25  # of the elements that moved: the most that may be noise
+_LEAST_LOSS = 2e-6  # rounding of a float32 sum of some nats, however small the loss
+# The same for the first loss, where only the order of a sum differs; the second value for losses in bfloat16.
 _MOST_FIRST, _MOST_FIRST_COARSE = 2.0**-10, 2.0**-7
 _COARSE = 8  # bits of a number in bfloat16
 
 
 class Tolerance(NamedTuple):
-    """How far rounding may take two runs apart."""
+    """The distance of two runs that rounding may cause."""
 
     params: Mapping[str, list[np.ndarray]] = {}  # spread of an array and its parts over permutations, of the movement
     noise: Mapping[str, np.ndarray] = {}  # bool: elements of an array that are not compared
@@ -40,7 +40,7 @@ class Tolerance(NamedTuple):
         return float(np.median([float(parts[0]) for parts in self.params.values()] or [0.0]))
 
     def or_more(self, other: Tolerance) -> Tolerance:
-        """Returns the larger of two tolerances in every place."""
+        """Returns the elementwise maximum of two tolerances."""
         params = {
             name: [np.maximum(*both) for both in zip(parts, other.params.get(name, parts), strict=True)]
             for name, parts in self.params.items()
@@ -50,21 +50,21 @@ class Tolerance(NamedTuple):
 
     @property
     def of_loss(self) -> float:
-        """The most that a loss may differ by, of itself."""
+        """The largest relative difference of a loss."""
         return LEAST + TIMES * self.loss
 
 
 class Difference(NamedTuple):
     """Two runs that differ by more than rounding."""
 
-    update: int  # the first after which they do, from 1
+    update: int  # the first after which they differ, from 1
     array: str | None  # the one that differs most; None: all parameters agree
     by: float  # its distance, of the movement; or of the loss, of itself
     loss_by: float  # distance of the losses; 0 where they agree
 
 
 def tolerance(base: Run, permuted: Sequence[Run]) -> tuple[Tolerance, float]:
-    """Returns the spread over permutations of the same rows, and the distance that no rounding explains, or 0."""
+    """Returns the spread over permutations of the same rows, and the distance that rounding does not explain, or 0."""
     noise = {name: _noise(base, permuted, name) for name in _of(base)}
     spread = {name: _worst(_parts(base, run, t, name, noise[name]) for run in permuted for t in _updates(base))
               for name in _of(base)}  # fmt: skip
@@ -81,7 +81,7 @@ def tolerance(base: Run, permuted: Sequence[Run]) -> tuple[Tolerance, float]:
 
 
 def difference(base: Run, other: Run, within: Tolerance) -> Difference | None:
-    """Returns where two runs differ by more than rounding, or None."""
+    """Returns the difference of two runs beyond rounding, or None."""
     gaps: dict[tuple[int, str], float] = {}
     for t in _updates(base):
         for name in _of(base):
@@ -129,7 +129,7 @@ def _updates(run: Run) -> range:
 
 
 def _movement(run: Run, t: int) -> float:
-    """Returns the root mean square of the movement of the elements that moved; whole numbers count if all are."""
+    """Returns the root mean square movement of the elements that moved; integers count only if all are integers."""
     real = [name for name in _of(run) if run.rounding[name]]
     steps = np.concatenate([(run.params[t][name] - run.params[0][name]).ravel() for name in real or _of(run)])
     steps = steps[steps != 0]
@@ -137,7 +137,7 @@ def _movement(run: Run, t: int) -> float:
 
 
 def _gaps(a: Run, b: Run, t: int, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the differences of the elements after t updates, of the movement, and whether each has moved."""
+    """Returns the differences of the elements after t updates, relative to the movement, and which elements moved."""
     x, y, start = a.params[t][name], b.params[t][name], a.params[0][name]
     with np.errstate(invalid="ignore"):
         gaps = np.where((x == y) | (np.isnan(x) & np.isnan(y)), 0.0, np.abs(x - y))
@@ -147,7 +147,7 @@ def _gaps(a: Run, b: Run, t: int, name: str) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _pooled(a: Run, b: Run, t: int) -> float:
-    """Returns the difference that all but the noisiest elements that moved stay below."""
+    """Returns the largest difference of moved elements, leaving out the noisiest ones."""
     found = [gaps[moved] for gaps, moved in (_gaps(a, b, t, name) for name in _of(a))]
     ordered = np.sort(np.concatenate(found))
     return float(ordered[int((1 - _MOST_NOISY) * (ordered.size - 1))]) if ordered.size else 0.0
@@ -169,7 +169,7 @@ def _parts(a: Run, b: Run, t: int, name: str, noise: np.ndarray | None) -> list[
 
 
 def _rms(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Returns the root mean square of those elements that count: of all, and for each index of each axis."""
+    """Returns the root mean square of the elements that count: of all, and for each index of each axis."""
     squares = np.where(counts, values, 0.0) ** 2
     found = [np.sqrt(squares.sum() / max(1, counts.sum()))]
     for axis in range(values.ndim) if values.size else ():
@@ -184,7 +184,7 @@ def _worst(of_runs: Iterable[list[np.ndarray]]) -> list[np.ndarray]:
 
 
 def _ulps(run: Run, t: int, name: str, noise: np.ndarray | None) -> list[np.ndarray]:
-    """Returns the rounding of a parameter itself over t updates, of the movement, in an array and its parts."""
+    """Returns the rounding of a parameter over t updates, relative to the movement, in an array and its parts."""
     array, scale = run.params[t][name], _movement(run, t)
     ulps = t * run.rounding[name] * np.abs(array) / (scale or 1.0)
     return _rms(ulps, np.ones(array.shape, bool) if noise is None else ~noise)
@@ -196,7 +196,7 @@ def _is_coarse(loss: float) -> bool:
 
 
 def _loss_scale(run: Run) -> float:
-    """Returns the largest loss of a run: one that is close to 0, as that of chance subtracted, rounds as it does."""
+    """Returns the largest loss of a run: a small difference of large terms rounds as the terms do."""
     return max(map(abs, run.losses), default=0.0) or 1.0
 
 

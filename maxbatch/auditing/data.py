@@ -14,15 +14,15 @@ from maxbatch.auditing.trainer import Batch
 
 
 class RowSpec(NamedTuple):
-    """The rows of every update of a run, by how they are made."""
+    """A description of the rows of every update of a run."""
 
     num_rows: int
     weights: str = "full"  # full: all tokens trained; uneven: fewer row by row; empty: the last 1 / `parts` untrained
     parts: int = 1
     order: tuple[int, ...] = ()  # of the rows; (): as drawn
     padding: int = 0  # further rows, of zero weight
-    other_targets: bool = False  # other tokens wherever neither they nor a later token of the row is trained
-    replaced: int = -1  # a row in whose place another stands; -1: none
+    other_targets: bool = False  # other tokens after the last trained token of each row
+    replaced: int = -1  # the row that another one replaces; -1: none
     updates: int = 0  # of the run; 0: as many as the audit's
     poisoned: bool = False  # a weight of the second update is NaN
     part: tuple[int, int] | None = None  # these rows only
@@ -35,7 +35,7 @@ class RowSpec(NamedTuple):
 
 
 class Data(NamedTuple):
-    """What fixes the batches of an audit."""
+    """The parameters of an audit's batches."""
 
     length: int  # L
     vocab_size: int  # ids 1 to V - 1 occur; 0 may mean padding
@@ -90,7 +90,7 @@ def _drawn(data: Data, update: int, row: int) -> np.ndarray:
 
 
 def _others(tokens: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Returns the next token of the vocabulary for each one."""
+    """Returns the next token of the vocabulary for each token."""
     return (tokens % (vocab_size - 1) + 1).astype(np.int32)
 
 

@@ -1,6 +1,6 @@
 """Names the fault behind a broken promise, by runs of the same trainer that the fault would make equal.
 
-A hypothesis explains a run if it is ten times closer to it than the run that the promise asks for.
+A hypothesis explains a run if it is ten times closer to it than the run that the promise requires.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ FAULTS = {
     "resume": "the state does not hold all that training needs, or training goes on at another step",
 }
 _CLOSER = 0.1
-_LOW_PRECISION = 0.03  # most of the movement that rounding to 8 bits changes
-_TERM = 1e-3  # least change of a reported term that is told
+_LOW_PRECISION = 0.03  # largest share of the movement that rounding to 8 bits changes
+_TERM = 1e-3  # smallest change of a term that is reported
 _OWN = {
     "order": "order",
     "rows": "dropped rows",
@@ -57,7 +57,7 @@ def fault(bench: Bench, name: str, broken: Broken, known: Mapping[str, str]) -> 
       bench: its runs.
       name: of the promise.
       broken: its smallest counterexample.
-      known: the faults of broken promises that come before it in the table.
+      known: the faults of earlier broken promises in the table.
     """
     trial = broken.trial
     if name in ("order", "rows", "resume"):
@@ -80,7 +80,7 @@ def fault(bench: Bench, name: str, broken: Broken, known: Mapping[str, str]) -> 
 
 
 def _of_layout(bench: Bench, broken: Broken, known: Mapping[str, str]) -> str:
-    """Returns the fault that shows where all micro-batches and devices have equal numbers of trained tokens."""
+    """Returns the fault that remains if all micro-batches and devices have equal numbers of trained tokens."""
     if "rows" in known:
         return known["rows"]
     if "order" in known:
@@ -91,7 +91,7 @@ def _of_layout(bench: Bench, broken: Broken, known: Mapping[str, str]) -> str:
 
 
 def terms(bench: Bench, trial: Comparison) -> list[str]:
-    """Returns the scalars beside the loss that the second run reports otherwise after the first update."""
+    """Returns the scalars beside the loss that differ in the second run after the first update."""
     try:
         first, second = bench.run(trial.first).metrics[0], bench.run(trial.second).metrics[0]
         before, again = bench.base.metrics[0], bench.permuted[0].metrics[0]
@@ -161,7 +161,7 @@ def _stepped(first: Run, runs: list[Run], share: float) -> dict[str, np.ndarray]
 
 
 def _losses(bench: Bench, trial: Comparison, first: Run) -> Iterator[tuple[str, int, float]]:
-    """Yields hypotheses, an update, and the loss that each predicts for it; parameters agree, so any update will do."""
+    """Yields hypotheses, an update, and the predicted loss; parameters agree, so any update will do."""
     pieces = _trained_pieces(bench, trial.second)
     if len(pieces) < 2:
         return
@@ -190,7 +190,7 @@ def _drops(bench: Bench, side: Side) -> bool:
 
 
 def _order_matters(bench: Bench) -> bool:
-    """Returns whether the order of four micro-batches changes the update by as little as numbers of few bits do."""
+    """Returns whether the order of four micro-batches changes the update by no more than low precision does."""
     layout, rows = Layout(1, 4, 2), RowSpec(8)
     runs = [_run(bench, layout, rows._replace(order=order)) for order in ((), (6, 7, 4, 5, 2, 3, 0, 1))]
     if runs[0] is None or runs[1] is None:

@@ -1,6 +1,6 @@
 """The promises of a batch, and for each the pairs of runs that must agree.
 
-Shapes: B rows of a batch; of the trials of a promise for one B, those of the fewest parts come first.
+Shapes: B rows of a batch. The trials of a promise for one B begin with those of the fewest parts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from maxbatch.auditing.data import RowSpec
 from maxbatch.auditing.trainer import Layout
 
 _MOST_DEVICES = 4
-_ENOUGH = 2  # updates that show whether a row counts; the first of Adam alone may not
+_ENOUGH = 2  # updates that show whether a row counts; one update of Adam may not show it
 
 
 class Side(NamedTuple):
@@ -20,8 +20,8 @@ class Side(NamedTuple):
 
     layout: Layout
     rows: RowSpec
-    save_after: int = 0  # updates after which a fresh trainer goes on from the saved state; 0: none does
-    in_new_process: bool = False  # the fresh trainer is
+    save_after: int = 0  # updates after which a fresh trainer continues from the saved state; 0: no resume
+    in_new_process: bool = False  # the fresh trainer runs there
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -38,7 +38,7 @@ class Comparison(NamedTuple):
     first: Side
     second: Side
     must_differ: bool = False
-    same_shapes: bool = False  # if the first runs, nothing excuses a second that raises
+    same_shapes: bool = False  # if the first runs, the second may not raise
 
     @property
     def is_cut(self) -> bool:

@@ -19,11 +19,11 @@ _WITHIN = "AUDIT_RESUMES_A_TRAINER"  # set in a new process, so that an audit in
 
 
 class NoProcess(Exception):
-    """No new process trains with this trainer; the message is one line."""
+    """A new process cannot train with this trainer; the message is one line."""
 
 
 class _Rest(NamedTuple):
-    """The part of a run behind the saved state."""
+    """The part of a run after the saved state."""
 
     layout: Layout
     saved: Saved
@@ -33,7 +33,7 @@ class _Rest(NamedTuple):
 def resumed_here(subject: Subject, layout: Layout, batches: Sequence[Batch], save_after: int) -> Run:
     """Returns a run that a fresh trainer continues after `save_after` updates.
 
-    In between the first trainer goes on, and another one trains for another number of updates, so that counts and
+    In between, the first trainer continues, and another one trains for another number of updates. So counts and
     generators outside of the saved state do not continue by accident.
 
     Raises:
@@ -59,7 +59,7 @@ def resumed_elsewhere(
 
     Raises:
       Refused, ConfigError: as `resumed_here`.
-      NoProcess: a new process cannot train with this trainer, not from the first update on either.
+      NoProcess: a new process cannot train with this trainer, not even from the first update on.
     """
     begun, saved = subject.run_and_save(layout, batches[:save_after])
     if saved.problem:
@@ -85,7 +85,7 @@ def by_name(make: Make) -> ImportMake:
     """Returns an import of a `make` that pickle finds by the name of its module.
 
     Raises:
-      NoProcess: pickle does not find it, as one that another function has made.
+      NoProcess: pickle does not find it, for example because another function made it.
     """
     try:
         return functools.partial(pickle.loads, pickle.dumps(make))

@@ -1,6 +1,6 @@
-"""The trainer under audit, called through the few functions that it has to have.
+"""The trainer under audit, called through the few functions that it must have.
 
-Whatever the trainer raises or answers is one line: Refused where it fails, ConfigError where it cannot be used.
+Errors are one line: Refused if the trainer fails, ConfigError if it cannot be used.
 
 Shapes: B rows of a batch, L tokens in a row.
 """
@@ -19,8 +19,8 @@ from maxbatch.system.errors import ConfigError
 
 Batch = dict[str, np.ndarray]  # tokens int32, weights float32, segments int32, each [B, L]
 
-_LONGEST = 200  # characters of a message of the trainer's
-_LOW_PRECISION = 2.0**-7  # from 1 to the next number, of bfloat16
+_LONGEST = 200  # characters of a trainer's message that are shown
+_LOW_PRECISION = 2.0**-7  # of bfloat16: from 1 to the next number
 
 
 class Layout(NamedTuple):
@@ -51,15 +51,15 @@ class Saved(NamedTuple):
 
 
 class Run(NamedTuple):
-    """What a trainer answered over U updates."""
+    """The results of a trainer over U updates."""
 
     params: list[dict[str, np.ndarray]]  # U + 1, float64: the initial ones, and those after each update
-    losses: list[float]  # U, or none where the trainer reports none
+    losses: list[float]  # U, or empty if the trainer reports no loss
     metrics: list[dict[str, float]]  # U; the other scalars that the trainer reports
     rounding: dict[str, float]  # of each parameter's type: the distance from 1 to the next number; 0: whole numbers
 
     def then(self, later: Run) -> Run:
-        """Returns this run and the one that goes on from its last state."""
+        """Returns this run, continued by the run from its last state."""
         return Run(
             self.params + later.params[1:], self.losses + later.losses, self.metrics + later.metrics, self.rounding
         )
@@ -68,8 +68,8 @@ class Run(NamedTuple):
 class Subject:
     """A trainer under audit.
 
-    Making a trainer may compile it, so one is made anew for each run only if those of its kind of layout (on several
-    devices or on one, of several passes or of one) do not give the same numbers when they run again.
+    Making a trainer may compile it. Trainers are reused, unless repeating a run in the same kind of layout (one
+    or several devices, one or several passes) gives other numbers.
 
     Args:
       make: returns a trainer for a layout.
@@ -86,7 +86,7 @@ class Subject:
 
         Raises:
           Refused: the trainer raised an exception.
-          ConfigError: the trainer lacks a function, or one returns something else than it has to.
+          ConfigError: the trainer lacks a function, or a function returns a value of the wrong form.
         """
         kind = (layout.num_devices > 1, layout.gradient_accumulation_steps > 1)
         trainer = self._made_before.get(layout) or self._made(layout)
@@ -174,7 +174,7 @@ def _init(trainer: Any) -> Any:
 
 
 def _numbers(name: str, array: Any) -> np.ndarray:
-    """Returns a parameter in float64; raises ConfigError if it holds anything else than real numbers."""
+    """Returns a parameter in float64; raises ConfigError unless it holds real numbers."""
     if not isinstance(array, np.ndarray | np.generic):
         kind = type(array).__name__
         raise ConfigError(f"params: {name} is a {kind}, not a numpy array; works: np.asarray({name})")
@@ -229,7 +229,7 @@ def _same(a: Run, b: Run) -> bool:
 
 @contextlib.contextmanager
 def _refusing() -> Iterator[None]:
-    """Raises Refused for whatever the trainer raises; NumPy's warnings are no news here."""
+    """Turns exceptions of the trainer into Refused; ignores NumPy's warnings."""
     try:
         with np.errstate(all="ignore"):
             yield
