@@ -2,8 +2,8 @@
 
 Every host writes beats to the store of JAX's coordination service, which the first host runs. The first host watches
 the beats, and reports a silent host as failed. The others detect that the first host is dead because its store no
-longer answers. JAX aborts the process at once when the connection closes, so a handler of SIGABRT covers that case. (JAX
-accepts a Python callback instead, but cannot pass it its argument, jax 0.10.)
+longer answers. JAX aborts the process at once when the connection closes, so a handler of SIGABRT covers that case.
+(JAX accepts a Python callback instead, but cannot pass it its argument, jax 0.10.)
 """
 
 from __future__ import annotations
