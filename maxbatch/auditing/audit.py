@@ -67,7 +67,7 @@ class Audit:
     Attributes:
       verdicts: in the order of the table of promises.
       spread: of the parameters over permutations of the same rows, relative to their movement (median of the arrays).
-      tolerance: the largest difference allowed of parameters: 10 spreads, at least 1e-5.
+      tolerance: the largest difference allowed of parameters: 10 spreads plus 1e-5.
       loss_spread, loss_tolerance: the same for the reported loss, relative to it; None if none is reported.
       nan: the effect of a weight that is NaN; no promise covers it.
     """

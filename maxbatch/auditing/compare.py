@@ -16,7 +16,7 @@ import numpy as np
 
 from maxbatch.auditing.trainer import Run
 
-LEAST = 1e-5  # of the movement, of the loss: the strictest tolerances
+LEAST = 1e-5  # of the movement, of the loss: tolerated beside the spread
 TIMES = 10.0  # the spread over permutations
 _MOST = 0.02  # a larger change is not rounding
 _NOISY = 1e-3  # of the movement: an element that changes more between permutations is noise
