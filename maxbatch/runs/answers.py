@@ -1,4 +1,4 @@
-"""The answers of a fine-tuned model to held-out records, as a run folder holds them."""
+"""The answers of a fine-tuned model to held-out records, in a run folder."""
 
 from __future__ import annotations
 

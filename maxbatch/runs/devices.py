@@ -1,4 +1,4 @@
-"""The devices that a run trained on, in `devices.json`: one entry for each time that they changed."""
+"""The devices that a run trained on, in `devices.json`: one entry per change."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHAPE = {field.name: int for field in dataclasses.fields(DevicesUsed)} | {"devi
 
 
 def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
-    """Adds the devices of a session that starts; entries of updates that will be redone are dropped."""
+    """Adds the devices of a starting session; drops entries of updates that will be trained again."""
     history = [entry for entry in read_devices(run_dir) if entry.first_step < devices.first_step]
     if not history or dataclasses.replace(devices, first_step=history[-1].first_step) != history[-1]:
         history.append(devices)
@@ -35,7 +35,7 @@ def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
 
 
 def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
-    """Returns the devices that a run trained on, the oldest first; none for a run that recorded none."""
+    """Returns the devices that a run trained on, oldest first; none if the run recorded none."""
 
     def parse(entries: object) -> list[DevicesUsed]:
         found: list[dict[str, Any]] = checked(entries, [_SHAPE])

@@ -19,8 +19,8 @@ def read_json(path: AnyPath, remedy: str, parse: Callable[[Any], T]) -> T | None
     """Returns the result of `parse` on a JSON file; None if there is no file, or it holds null.
 
     Raises:
-      ConfigError: the file cannot be read, is beyond the bounds of `bounded.read_json`, or `parse` refuses what it
-        holds; the message ends with the remedy.
+      ConfigError: the file cannot be read, is beyond the bounds of `bounded.read_json`, or `parse` refuses its
+        content; the message ends with the remedy.
     """
     try:
         value = bounded.read_json(path, str(path), finite=False)

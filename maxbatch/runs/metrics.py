@@ -27,14 +27,14 @@ _TYPES = {
     "whole": _NUMBER, "real": (*_NUMBER, _NULL), "text": (str,), "bool": (bool,), "map": (dict,),
     "unknown": (*_NUMBER, _NULL, str, bool, dict, list),
 }  # fmt: skip
-# What readers take from every line.
+# The fields that readers take from every line.
 _REQUIRED = (
     Metric.STEP, Metric.SAMPLES_SEEN, Metric.TOKENS_SEEN, Metric.GLOBAL_BATCH_SIZE, Metric.STAGE, Metric.LOSS,
     Metric.LEARNING_RATE,
 )  # fmt: skip
 _LONGEST_LINE = 1 << 20  # bytes of a record
-_LARGEST, _MOST_DIGITS = 1e100, 400  # beyond what training writes, and within what sums of them can hold
-_STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')  # as lines begin that a run wrote
+_LARGEST, _MOST_DIGITS = 1e100, 400  # larger than training writes, and small enough to be summed
+_STEP = re.compile(rb'\{"step": ([0-9]{1,18}),')  # the beginning of the lines of a run
 _UNUSUAL = re.compile(rb"N|I|[0-9]{60}|[eE]\+?[0-9]{3}")
 
 
@@ -42,7 +42,7 @@ class ScannedMetrics(NamedTuple):
     """The lines of `metrics.jsonl`."""
 
     records: list[dict[str, Any]]  # one per update
-    holes: list[int]  # numbers of the lines, from 1, in which a number is not finite or beyond 1e100
+    holes: list[int]  # numbers, from 1, of lines with a value that is not finite or beyond 1e100
 
 
 class UpdateSeconds(NamedTuple):
@@ -55,7 +55,7 @@ class UpdateSeconds(NamedTuple):
 class StepLog:
     """A file of JSON lines that each belong to an update.
 
-    Lines of updates after `step`, which will be redone, are dropped at the start, and so are those that cannot be read.
+    Opening it drops the lines after `step`, whose updates are trained again, and lines that cannot be read.
     """
 
     def __init__(self, folder: RunFolder, name: str, step: int) -> None:
@@ -74,7 +74,7 @@ class StepLog:
         self._file.append(line)
 
     def sync(self) -> None:
-        """Returns once every line so far is on disk, or in the store."""
+        """Waits until every line so far is on disk, or in the store."""
         self._file.sync()
 
     def close(self) -> None:
@@ -82,9 +82,9 @@ class StepLog:
 
 
 class MetricsLog(StepLog):
-    """`metrics.jsonl` of a run: the steps of its lines are 1, 2, 3, ..., and never two are the same.
+    """`metrics.jsonl` of a run: its lines have the steps 1, 2, 3, ..., each once.
 
-    Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once, with the wrong ones.
+    Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once with those that do.
     """
 
     def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:
@@ -121,13 +121,13 @@ class MetricsLog(StepLog):
         seen, growth = record["samples_seen"], record["samples_seen"] - before["samples_seen"]
         if growth < 0 or seen > self._samples_seen or (record["step"] == last and seen < self._samples_seen):
             return False
-        # An update of pre-training consumes its batch; one of reinforcement learning ends a batch of prompts, or not.
+        # An update of pre-training uses up its batch; one of reinforcement learning may leave the batch unfinished.
         is_next = record["step"] == before["step"] + 1 and Metric.REWARD not in record
         return not (is_next and growth and record["global_batch_size"] % growth)
 
 
 def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[dict[str, Any]]:
-    """Returns the records of a run, one dict per update, as its `metrics.jsonl` holds them; none before the first.
+    """Returns the records of a run's `metrics.jsonl`, one dict per update; none before the first.
 
     A number that was not finite is None.
 
@@ -147,7 +147,7 @@ def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[dict[str, An
 def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
     """Reads `metrics.jsonl`, one line per update; nothing if there is no file yet.
 
-    A torn last line is left out: the run was killed while it wrote it, or is writing it now. A number that is not
+    An incomplete last line is left out: the run was killed while writing it, or is writing it now. A number that is not
     finite, or beyond 1e100, becomes None; a line that needs it is left out.
 
     Raises:
@@ -171,7 +171,7 @@ def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
 
 
 def is_weightless(record: Mapping[str, Any]) -> bool:
-    """Returns whether the batch of an update had no loss weight, so that its null loss is no sign of divergence."""
+    """Returns whether an update's batch had no loss weight, so that its null loss does not mean divergence."""
     return record[Metric.LOSS] is None and record.get(Metric.LOSS_WEIGHT) == 0 and not record.get(Metric.SKIPPED)
 
 
@@ -182,7 +182,7 @@ def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
 
 
 def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
-    """Returns the times of the updates after step `after` whose lines in `metrics.jsonl` are sound, by their steps."""
+    """Returns the times of the updates after step `after` by step, from valid lines of `metrics.jsonl`."""
     late = (line for line in read_lines(run_dir / _NAME) if not (step := _STEP.match(line)) or int(step[1]) > after)
     found = {}
     for record in filter(None, map(_parse, late)):
@@ -193,7 +193,7 @@ def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
 
 
 def read_step_log(path: AnyPath) -> list[dict[str, Any]]:
-    """Returns the records of a file of JSON lines that each belong to an update; a torn or garbled line is left out.
+    """Returns the records of a file of JSON lines that each belong to an update; leaves out damaged lines.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -202,7 +202,7 @@ def read_step_log(path: AnyPath) -> list[dict[str, Any]]:
 
 
 def read_lines(path: AnyPath) -> list[bytes]:
-    """Returns the lines of a file, none if there is no file; a line that is too long to be a record is cut.
+    """Returns the lines of a file, none if there is no file; cuts lines that are too long for a record.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -213,7 +213,7 @@ def read_lines(path: AnyPath) -> list[bytes]:
 
 
 def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Yields the lines of a file; a line that is too long to be a record is cut."""
+    """Yields the lines of a file; cuts lines that are too long for a record."""
     while line := file.readline(_LONGEST_LINE):
         yield line
         while not line.endswith(b"\n") and len(line) == _LONGEST_LINE:
@@ -221,7 +221,7 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
 
 
 def _parse(line: bytes, beyond: list[str] | None = None) -> dict[str, Any] | None:
-    """Returns the record of an update, None for a torn or garbled line; `beyond` takes numbers beyond the bounds."""
+    """Returns the record of an update, None for a damaged line; appends numbers out of bounds to `beyond`."""
 
     def number(text: str, read: Callable[[str], float]) -> float | None:
         if len(text) < _MOST_DIGITS and abs(value := read(text)) < _LARGEST:  # NaN is not
@@ -230,7 +230,7 @@ def _parse(line: bytes, beyond: list[str] | None = None) -> dict[str, Any] | Non
             beyond.append(text)
         return None
 
-    # Python calls the hooks for every number, so they are set only where one may be beyond the bounds.
+    # Python calls the hooks for every number, so they are set only if a number may be out of bounds.
     hooks: dict[str, Any] = {}
     if _UNUSUAL.search(line):
         real = functools.partial(number, read=float)
@@ -244,7 +244,7 @@ def _parse(line: bytes, beyond: list[str] | None = None) -> dict[str, Any] | Non
 
 
 def _wrong_field(record: Mapping[str, object]) -> str | None:
-    """Returns the rule that a record breaks; None for a sound one."""
+    """Returns the rule that a record breaks; None for a valid record."""
     missing = [name for name in _REQUIRED if name not in record]
     wrong = [name for name, value in record.items() if type(value) not in _types(name)]
     return f"must have a sound `{(missing + wrong)[0]}`" if missing or wrong else None

@@ -1,6 +1,6 @@
 """The one list of the metrics that training records: name, type, unit, meaning, and which lines hold them.
 
-Whatever writes or reads a line of `metrics.jsonl` takes the names from `Metric`, whose members are texts:
+Every writer and reader of `metrics.jsonl` takes the names from `Metric`, whose members are texts:
 `record[Metric.LOSS]`. The site's page on metrics is made from the list.
 """
 
@@ -11,7 +11,7 @@ from typing import NamedTuple, Self
 
 
 class Lines(NamedTuple):
-    """The lines of `metrics.jsonl` that hold a metric: of the runs of `commands`, every one or some."""
+    """The lines of `metrics.jsonl` that hold a metric: all or some lines of the runs of `commands`."""
 
     commands: tuple[str, ...]
     every: bool

@@ -1,4 +1,4 @@
-"""The gradient noise scale: how large a batch is worth having, from gradients that accumulation has anyway.
+"""The gradient noise scale: the batch size worth having, from gradients that accumulation computes anyway.
 
 McCandlish et al. 2018, "An Empirical Model of Large-Batch Training" (https://arxiv.org/abs/1812.06162), appendix A.1.
 Let G be the true gradient of the mean loss and V the trace of the covariance of one unit of loss weight. A part of
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-DECAY = 0.99  # of the averages, per update: the last hundred updates or so count
+DECAY = 0.99  # of the averages, per update: about the last hundred updates count
 
 
 class NoiseScale(NamedTuple):
@@ -24,7 +24,7 @@ class NoiseScale(NamedTuple):
 
     trace: float = 0.0  # average of V times the rows per unit of weight: the trace for one sample
     square: float = 0.0  # average of |G|^2
-    mass: float = 0.0  # sum of the averages' weights, 1 - DECAY^updates; 0 where nothing was measured yet
+    mass: float = 0.0  # sum of the averages' weights, 1 - DECAY^updates; 0 before the first measurement
 
     def after(
         self,

@@ -1,4 +1,4 @@
-"""How a run ended, in `outcome.json`. A run that has none did not end: it trains, was stopped or was killed."""
+"""The end of a run, in `outcome.json`. A run without the file trains, was stopped or was killed."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ OUTCOME_FILE = "outcome.json"
 class Status(StrEnum):
     """How a run ended.
 
-    A run that diverges records it itself. For trials of a sweep and branches of `critical-batch`, the command that
-    started them records every end.
+    A diverging run records that itself. Trials of a sweep and branches of `critical-batch` are recorded by the
+    command that started them.
     """
 
     DONE = "done"
@@ -25,7 +25,7 @@ class Status(StrEnum):
 
 
 class RecordedOutcome(NamedTuple):
-    """What `outcome.json` holds; `reason` is one line, "" for a run that is done."""
+    """The content of `outcome.json`; `reason` is one line, "" for a run that is done."""
 
     status: Status
     reason: str = ""
@@ -37,7 +37,7 @@ def write_outcome(run_dir: AnyPath, outcome: RecordedOutcome) -> None:
 
 
 def read_outcome(run_dir: AnyPath) -> RecordedOutcome | None:
-    """Returns how a run ended, None for one that did not."""
+    """Returns how a run ended; None if it has not ended."""
 
     def parse(found: dict[str, str]) -> RecordedOutcome:
         checked(found, {"status": str, "reason": str})

@@ -17,7 +17,7 @@ from maxbatch.system.errors import reading
 from maxbatch.system.storage import AnyPath, is_remote, is_whole, subfolders, wait_until_listed
 
 _OWN_CHECKSUM = "json_checksum"
-OLD_BASE = "base"  # in the model's identity: what old checkpoints of adapters state of the model that they adapt
+OLD_BASE = "base"  # in the model's identity of old adapter checkpoints: the model that they adapt
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
 RECENT_FILE = "recent.txt"  # in `checkpoints` of an object store: steps, newest first
 _MOST_RECENT, _MOST_RECENT_BYTES = 3, 1000
@@ -32,7 +32,7 @@ class BestEval(NamedTuple):
     evals_since: int = 0  # later evals, none of which was lower
 
     def after(self, loss: float, step: int) -> BestEval:
-        """Returns it after one more eval."""
+        """Returns the best eval after one more eval."""
         if math.isfinite(loss) and (self.loss is None or loss < self.loss):
             return BestEval(loss, step)
         return self._replace(evals_since=self.evals_since + 1)
@@ -64,9 +64,9 @@ class StoredParameter(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """What the first parameters of a run were read from, or made from."""
+    """The source of a run's first parameters."""
 
-    key: str  # the config key that states it; `init_weights_seed`: it was made, not read
+    key: str  # the config key that states it; `init_weights_seed`: initialised, not read
     source: str = ""  # its path, as stated
     identity: str = ""  # a hash of its content
     step: int | None = None  # of the checkpoint; None for a Hugging Face folder
@@ -82,16 +82,16 @@ class CheckpointRecord(NamedTuple):
     position: Position
     identity: dict[str, dict[str, Any]]  # the identity that a run must match to resume it, in parts: "data" and "model"
     checksum: int  # of all arrays, 32 bits
-    hosts: tuple[int, int]  # hosts of the run that wrote it, and those of them that loaded data
+    hosts: tuple[int, int]  # hosts of the run that wrote it, and how many of them loaded data
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed
     average: dict[str, StoredParameter] | None = None  # of the parameters, by name; None if the run keeps none
-    ahead: str | None = None  # a hash of what it holds for the batches ahead; None: it holds nothing
+    ahead: str | None = None  # a hash of its state for the batches ahead; None: it has none
     run_id: str | None = None  # of the run that wrote it; None in a checkpoint made before runs had ids
-    origin: Origin | None = None  # what its run started from; None in a checkpoint made before it was stated
+    origin: Origin | None = None  # the source of its run's parameters; None in older checkpoints
 
     @property
     def old_base(self) -> str | None:
-        """The identity of the model that adapters adapt, as checkpoints made before origins state it; else None."""
+        """The identity of the adapted model in checkpoints older than origins; else None."""
         base = self.identity["model"].get(OLD_BASE)
         return base if self.origin is None and isinstance(base, str) else None
 
@@ -100,7 +100,7 @@ class CheckpointRecord(NamedTuple):
         saved = self._asdict() | {"position": self.position._asdict()}
         for part, stored in (("parameters", self.parameters), ("average", self.average)):
             saved[part] = stored and {name: one._asdict() for name, one in stored.items()}
-        if self.average is None:  # the JSON of a run without one has no field for it
+        if self.average is None:  # left out for runs without one
             del saved["average"]
         if self.ahead is None:
             del saved["ahead"]
@@ -117,7 +117,7 @@ class CheckpointRecord(NamedTuple):
         """Returns the record that a JSON object holds; fields that a later version added are ignored.
 
         Raises:
-          AttributeError, KeyError, TypeError, ValueError: it is no such object, or a value is out of its range.
+          AttributeError, KeyError, TypeError, ValueError: the object has another form, or a value is out of range.
         """
         step, samples_seen, skipped, in_a_row = (_whole(saved["position"][name]) for name in Position._fields[:4])
         trace, square, mass = map(_finite, saved["position"]["noise_scale"])
@@ -150,12 +150,12 @@ class DamagedError(Exception):
 def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     """Returns the content of the JSON of a checkpoint, checked for contradictions.
 
-    In a run's `checkpoints/STEP` it must agree with that name. A checkpoint whose checksum over its JSON holds is
-    believed otherwise. One of an older version has none; it must agree with the metrics of its step, if there are any.
+    In a run's `checkpoints/STEP` it must agree with that name. If the checksum over the JSON holds, the rest is
+    trusted. Checkpoints of older versions have none; they must agree with the metrics of their step, if there are any.
 
     Raises:
       DamagedError: the JSON is missing, or cannot be trusted.
-      ConfigError: the system does not let it be read.
+      ConfigError: the system denies reading it.
     """
     path = checkpoint / "position" / "metadata"
     try:
@@ -178,9 +178,9 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
 
 
 def committed_steps(run_dir: AnyPath) -> list[int]:
-    """Returns the steps of the checkpoints, newest first; the name of a half-written one is no number.
+    """Returns the steps of the checkpoints, newest first; half-written ones have other names than numbers.
 
-    In an object store it waits until a listing shows the whole of those that were noted (`note_steps`).
+    In an object store it waits until a listing shows all noted checkpoints (`note_steps`).
 
     Raises:
       ConfigError: the folder cannot be read.
@@ -204,7 +204,7 @@ def last_saved(run_dir: AnyPath) -> int | None:
 
 
 def recent_steps(folder: AnyPath) -> list[int]:
-    """Returns the steps that `note_steps` has noted in a folder of checkpoints, which a listing may lack."""
+    """Returns the steps that `note_steps` noted in a folder of checkpoints; a listing may lack them."""
     if not is_remote(folder):
         return []
     try:
@@ -217,7 +217,7 @@ def recent_steps(folder: AnyPath) -> list[int]:
 def note_steps(folder: AnyPath, steps: Sequence[int]) -> None:
     """Notes the newest checkpoints in an object store, newest first, since listings of some stores lag behind writes.
 
-    Older ones than those that are noted are found by listing alone. A folder of a disk needs no notes.
+    Checkpoints older than the noted ones are found by listing. A folder on a disk needs no notes.
     """
     if is_remote(folder):
         (folder / RECENT_FILE).write_text(" ".join(map(str, steps[:_MOST_RECENT])))

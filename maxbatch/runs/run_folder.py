@@ -37,11 +37,11 @@ _FOLDERS = ("checkpoints", "checkpoints-damaged")
 class RunFolder:
     """`run_dir` while one run trains in it; the host that writes to it (`writes`) holds its lock, or its lease.
 
-    The lock goes with the process, also when it is killed, so nothing is left that blocks the next start. The lease of
-    a folder in an object store lapses. A start that is refused removes the folder that it made.
+    The lock ends with the process, even after a kill, so it never blocks the next start. The lease of a folder in an
+    object store expires. A refused start removes the folder that it made.
 
     Attributes:
-      identity: the id of the run, made with the folder; of the other hosts once `join` has told it.
+      identity: the id of the run, made with the folder; the other hosts get it from `join`.
 
     Raises:
       ConfigError: the folder cannot be made, another process trains in it, or something in it is of the wrong kind.
@@ -60,7 +60,7 @@ class RunFolder:
                 raise
 
     def check(self) -> None:
-        """Raises LeaseLost once another process may have taken the folder over."""
+        """Raises LeaseLost if another process may have taken over the folder."""
         if self._hold:
             self._hold.check()
 
@@ -74,7 +74,7 @@ class RunFolder:
             return hold_folder(self.path, f"is training in it; {_INSTEAD}", named)
 
     def _identified(self) -> RunIdentity:
-        """Returns the identity of a run that had none, and writes it down."""
+        """Gives a run without an identity a new one, and writes it."""
         has_begun = any((self.path / name).exists() for name in ("config.yml", "metrics.jsonl", "checkpoints"))
         self._made_identity = not has_begun
         return self._write_identity(RunIdentity.new(is_older=has_begun))
@@ -84,13 +84,13 @@ class RunFolder:
         return identity
 
     def start_together(self) -> RunIdentity:
-        """Writes down a start on several hosts, by which the others know the folder; returns what they must find."""
+        """Records a start on several hosts, so that the others recognise the folder; returns its mark."""
         assert self.identity is not None, "the host that writes knows its run"
         self.identity = self._write_identity(self.identity.started())
         return self.identity
 
     def note_reads(self, reads: Mapping[str, str]) -> None:
-        """Writes down what a session reads besides its training data: contents by name."""
+        """Records the contents, by name, that a session reads besides its training data."""
         assert self.identity is not None, "the host that writes knows its run"
         self.identity = self._write_identity(self.identity.reading(reads))
 
@@ -99,7 +99,7 @@ class RunFolder:
 
         Args:
           started: what `start_together` returned there.
-          patience_s: for which a network file system may lag behind.
+          patience_s: seconds that a network file system may lag behind.
         """
         self.identity, end = started, time.monotonic() + patience_s
         while read_identity(self.path) != started:
@@ -128,16 +128,16 @@ class RunFolder:
             if isinstance(error, DivergedError):
                 write_outcome(self.path, RecordedOutcome(Status.DIVERGED, str(error)))
             if isinstance(error, ConfigError) and self._made_identity and not (self.path / "config.yml").exists():
-                with contextlib.suppress(ConfigError, TrainingError, OSError):  # the refusal is what the user is told
+                with contextlib.suppress(ConfigError, TrainingError, OSError):  # the user sees the refusal instead
                     (self.path / RUN_FILE).unlink(missing_ok=True)
             if isinstance(error, ConfigError) and self._is_new:
                 self._remove_empty()
             self._hold.close()
 
     def _remove_empty(self) -> None:
-        """Removes a folder of a disk in which nothing but the lock is."""
+        """Removes a folder on a disk that holds nothing but the lock."""
         assert isinstance(self.path, Path), "an object store has no empty folders"
-        with contextlib.suppress(OSError):  # the refusal is what the user is told
+        with contextlib.suppress(OSError):  # the user sees the refusal instead
             if os.listdir(self.path) == [LOCK_FILE]:
                 (self.path / LOCK_FILE).unlink()
                 self.path.rmdir()

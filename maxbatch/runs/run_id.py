@@ -1,7 +1,7 @@
 """The random id of a run, in `run.json` of its folder, and what its last session read.
 
-Every state that the run writes anywhere carries it, so that a state of another run which had the same `run_dir` is not
-taken for one of this run. A copy of the folder keeps the id: its states are those of the original.
+Every state that the run writes carries it, so that the state of another run with the same `run_dir` is not mistaken
+for one of this run. A copy of the folder keeps the id, because its states are the original's.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ class RunIdentity:
 
     @classmethod
     def new(cls, is_older: bool) -> RunIdentity:
-        """Returns the identity of a run that gets its id now."""
+        """Returns a new identity."""
         return cls(secrets.token_hex(8), is_older, "")
 
     def started(self) -> RunIdentity:
-        """Returns it as another start writes it."""
+        """Returns the identity with the mark of another start."""
         return dataclasses.replace(self, start=secrets.token_hex(8))
 
     def reading(self, reads: Mapping[str, str]) -> RunIdentity:
-        """Returns it for a session that reads contents, given by name, beside its training data."""
+        """Returns the identity with the contents, by name, that a session reads beside its training data."""
         hashes = {name: hashlib.sha256(content.encode()).hexdigest()[:16] for name, content in reads.items()}
         return dataclasses.replace(self, reads=hashes)
 
     def wrote(self, run_id: str | None) -> bool:
-        """Returns whether a state with this id, or (None) without one, is of this run."""
+        """Returns whether a state with this id (None: without one) belongs to this run."""
         return run_id == self.run_id or (run_id is None and self.is_older)
 
 
 def read_identity(run_dir: AnyPath) -> RunIdentity | None:
-    """Returns what a run folder's `run.json` holds; None if it is missing or damaged.
+    """Returns the content of a run folder's `run.json`; None if it is missing or damaged.
 
     Raises:
-      OSError: the system does not let it be read.
+      OSError: the system denies reading it.
     """
     path = run_dir / RUN_FILE
     try:

@@ -1,8 +1,7 @@
-"""`sessions.jsonl`: a line for every start of a run, with its wall time by what it went to.
+"""`sessions.jsonl`: a line for every start of a run, with its wall time by purpose.
 
-A line is written when a run starts and is kept up to date by a thread while it runs. A start that is killed leaves its
-last line, which the next start completes from `metrics.jsonl`. The next start also knows which updates are trained
-again, and counts their time as lost.
+The line is written when a run starts, and a thread keeps it up to date. A killed start leaves its last line, which the
+next start completes from `metrics.jsonl`. The next start also counts the time of updates that it trains again as lost.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from maxbatch.system.storage import AnyPath, is_remote
 
 _PERIOD_S = 5.0
 _END_WAIT_S = 5.0
-# Beyond what a run does; a line with more is damaged.
+# Larger than in any run; a line with more is damaged.
 _MOST_STEPS, _MOST_UPDATES_PER_SECOND, _LATEST = 1 << 40, 10_000, 1e11
 
 
 class TimePart(StrEnum):
     """A part of the wall time of a session."""
 
-    START_UP = "start_up"  # whatever is none of the others
+    START_UP = "start_up"  # everything else
     RESTORING = "restoring"
     COMPILING = "compiling"
     WAITING_FOR_DATA = "waiting_for_data"
@@ -52,7 +51,7 @@ class Session(NamedTuple):
     ended: float  # when it was last known to live
     hosts: int
     devices: int
-    first_step: int | None  # its first update, from 1; None if it ended before that was known
+    first_step: int | None  # its first update, from 1; None if it ended before the first update was known
     last_step: int | None  # its last update that was recorded; `first_step` - 1 if there is none
     seconds: dict[str, float]  # by `TimePart`; their sum is the time from the end of the session before to its own end
 
@@ -63,11 +62,11 @@ class Session(NamedTuple):
 
     @property
     def goodput(self) -> float | None:
-        """The share of its time that went to updates which are kept; None without any time."""
+        """The share of its time spent on updates that are kept; None without any time."""
         return goodput(self.seconds)
 
     def moved(self, source: TimePart, target: TimePart, seconds: float) -> Session:
-        """Returns it with some of the time of one part, or all that there is, counted in another part."""
+        """Returns the session with some of the time of one part, at most all of it, moved to another part."""
         found = min(max(seconds, 0.0), self.seconds[source])
         changed = dict(self.seconds)
         changed[source] -= found
@@ -80,7 +79,7 @@ _SHAPE = {"started": float, "ended": float, "hosts": int, "devices": int, "first
 
 
 def read_sessions(run_dir: AnyPath) -> list[Session]:
-    """Returns the sessions of a run, the oldest first; a line that cannot be read is left out.
+    """Returns the sessions of a run, oldest first; leaves out lines that cannot be read.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -99,7 +98,7 @@ def _parse(line: bytes) -> Session | None:
 
 
 def _is_possible(session: Session) -> bool:
-    """Returns whether a run can have had such a session: no number beyond its bounds, no update in no time."""
+    """Returns whether a session is possible: all numbers within bounds, and no update without time."""
     first, last = session.first_step or 1, session.last_step
     return (
         all(0 <= one <= _LATEST for one in (*session.seconds.values(), session.started, session.ended))
@@ -117,13 +116,13 @@ def total_seconds(sessions: Sequence[Session]) -> dict[str, float]:
 
 
 def goodput(seconds: Mapping[str, float]) -> float | None:
-    """Returns the share of updates that are kept in the wall time; None without any time."""
+    """Returns the share of the wall time spent on updates that are kept; None without any time."""
     total = sum(seconds.values())
     return seconds[TimePart.UPDATES_KEPT] / total if total else None
 
 
 def lost_updates(sessions: Sequence[Session]) -> list[int]:
-    """Returns for each session the number of its updates that later sessions trained again, or are to."""
+    """Returns for each session the number of its updates that later sessions trained, or will train, again."""
     lost, last_kept = [], math.inf
     for session in reversed(sessions):
         first, last = session.first_step, session.last_step
@@ -155,10 +154,10 @@ def mean_seconds(sessions: Sequence[Session], checkpoint_period: int) -> Measure
 
 
 def resumed(sessions: Sequence[Session], step: int, now: float, times: Mapping[int, UpdateSeconds]) -> list[Session]:
-    """Returns the sessions of a run as a start knows them that goes on after `step` updates.
+    """Returns the earlier sessions of a run for a start that continues after `step` updates.
 
     Args:
-      sessions: the sessions before, the oldest first.
+      sessions: the earlier sessions, oldest first.
       step: completed updates of the checkpoint; those after it are trained again.
       now: when the start began, in seconds since 1970.
       times: of updates by their number: of those after the last line of `sessions`, and of those after `step`.
@@ -166,7 +165,7 @@ def resumed(sessions: Sequence[Session], step: int, now: float, times: Mapping[i
     found = list(sessions)
     if found:
         found[-1] = _completed(found[-1], now, times)
-    last_kept = math.inf  # of the sessions before the one that the loop looks at: the later ones trained the rest
+    last_kept = math.inf  # of the sessions before the current one: later sessions trained the rest
     for index in reversed(range(len(found))):
         first, last = found[index].first_step, found[index].last_step
         if first is None or last is None:
@@ -177,7 +176,7 @@ def resumed(sessions: Sequence[Session], step: int, now: float, times: Mapping[i
 
 
 def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds]) -> Session:
-    """Returns a session with the updates that it recorded after its line was written last."""
+    """Returns a session with the updates that it recorded after the last write of its line."""
     if session.last_step is None:
         return session
     late: list[UpdateSeconds] = []
@@ -198,7 +197,7 @@ def _completed(session: Session, now: float, times: Mapping[int, UpdateSeconds])
 
 
 def _without(session: Session, first: int, last: float, step: int, times: Mapping[int, UpdateSeconds]) -> Session:
-    """Returns a session, of which the updates `first` to `last` counted as kept, without those after `step`."""
+    """Returns a session whose updates `first` to `last` were kept, without those after `step`."""
     if last <= step or last < first:
         return session
     if step < first:
@@ -213,7 +212,7 @@ class SessionLog:
     """The line of the session that runs, and the clock of its parts.
 
     Its methods are called on the thread that trains. As a context manager it writes the line at once and once more at
-    the end. A start that is refused leaves no line.
+    the end. A refused start leaves no line.
 
     Args:
       folder: the folder of the run.
@@ -257,12 +256,12 @@ class SessionLog:
         return self._part
 
     def withdraw(self) -> None:
-        """Leaves no line of this start: there was nothing to do."""
+        """Removes the line of this start, which had nothing to do."""
         self._is_withdrawn = True
 
     @contextlib.contextmanager
     def during(self, part: TimePart) -> Iterator[None]:
-        """Counts the time of a block in a part, without the blocks within it that count elsewhere."""
+        """Counts the time of a block in a part, except for nested blocks of other parts."""
         outer = self._turn_to(part)
         try:
             yield
@@ -270,13 +269,13 @@ class SessionLog:
             self._turn_to(outer)
 
     def move(self, part: TimePart, seconds: float) -> None:
-        """Counts seconds that have just passed in another part than the one that they were counted in."""
+        """Moves seconds that have just passed to another part."""
         with self._lock:
             self._settle()
             self._own = self._own.moved(self._part, part, seconds)
 
     def stand_at(self, step: int) -> None:
-        """Notes that the session goes on after `step` updates; those that it will train again are lost."""
+        """Records that the session continues after `step` updates; later updates count as lost."""
         with self._lock:
             self._own = self._own._replace(first_step=step + 1, last_step=step)
         if not self._before:

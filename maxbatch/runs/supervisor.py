@@ -53,16 +53,16 @@ class ChildRuns(Protocol[T]):
     """The runs that a command has to train."""
 
     def next(self) -> ChildRun[T] | None:
-        """Returns a run to start now, None where none may start yet."""
+        """Returns a run to start now; None if none may start yet."""
 
     def is_exhausted(self) -> bool:
         """Returns whether nothing is left to start, now or later; called while no child runs."""
 
     def watch(self, run: ChildRun[T]) -> str | None:
-        """Looks at a run that trains, some times a second, and returns why to prune it, or None."""
+        """Checks a running child several times a second; returns the reason to prune it, or None."""
 
     def ended(self, run: ChildRun[T], end: ChildEnd) -> None:
-        """Takes note of how a run ended, while the claim on it is still held."""
+        """Records how a run ended, while the claim on it is still held."""
 
 
 @dataclasses.dataclass
@@ -75,7 +75,7 @@ class _Child(Generic[T]):
 
     def end(self, is_stopping: bool) -> ChildEnd:
         status, reason = self.pruned or self._outcome()
-        if is_stopping and status == Status.FAILED:  # the signal may have reached it before it could save
+        if is_stopping and status == Status.FAILED:  # the signal may have arrived before it could save
             status, reason = None, ""
         return ChildEnd(status, reason, self.process.returncode, time.monotonic() - self.started)
 
@@ -100,7 +100,7 @@ class _Child(Generic[T]):
 
 
 class Supervisor(Generic[T]):
-    """Trains child runs, `parallel` at a time. It starts each run once and repeats none by itself."""
+    """Trains child runs, `parallel` at a time. It starts each run once, without retries."""
 
     def __init__(self, runs: ChildRuns[T], parallel: int, say: Callable[[str], None]) -> None:
         self._runs, self._parallel, self._say = runs, parallel, say
@@ -151,5 +151,5 @@ class Supervisor(Generic[T]):
             child.looked_at = time.monotonic()
             if not child.pruned and (reason := self._runs.watch(child.run)):
                 child.pruned = RecordedOutcome(Status.PRUNED, reason)
-                write_outcome(child.run.run_dir, child.pruned)  # first: a kill in between must not undo it
+                write_outcome(child.run.run_dir, child.pruned)  # first, so that a kill in between does not undo it
                 child.process.terminate()

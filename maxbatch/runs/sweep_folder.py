@@ -8,7 +8,7 @@
         log.txt                     the output of the training
         outcome.json                how it ended, once it did
 
-A sweep continues from these files after a kill as after a stop. Values of the metric are read from the trials' own
+A sweep continues from these files after a stop or a kill. Values of the metric are read from the trials' own
 `metrics.jsonl`. If the folder is in an object store, the logs and the study are in the user's cache while the sweep
 runs, and are copied to the store whenever a trial has ended.
 """
@@ -59,7 +59,7 @@ class Trial(NamedTuple):
         return (self.folder / OUTCOME_FILE).exists()
 
     def claim(self) -> BinaryIO | None:
-        """Returns an open lock on the trial, None while another process holds it."""
+        """Returns an open lock on the trial; None while another process holds it."""
         return take_lock(kept_here(self.folder) / ".claim")
 
 
@@ -67,12 +67,12 @@ class Result(NamedTuple):
     """How a trial ended."""
 
     trial: Trial
-    status: str  # that of its outcome, or `unfinished`
+    status: str  # the status of its outcome, or `unfinished`
     reason: str  # one line, "" for a trial that is done or unfinished
-    value: float | None  # the metric, so far for a pruned or unfinished trial; None of one that diverged or failed
+    value: float | None  # the metric (so far, if pruned or unfinished); None if the trial diverged or failed
     steps: int  # updates that it recorded
-    tokens: int  # slots that these were trained on
-    at_equal_tokens: float | None = None  # its metric after as many tokens as the shortest finished trial has
+    tokens: int  # slots of these updates
+    at_equal_tokens: float | None = None  # its metric after the tokens of the shortest finished trial
 
 
 def metric_value(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
@@ -129,7 +129,7 @@ class SweepFolder:
             return Trial(found["number"], path.parent, found["overrides"], found["config"])
 
         trials = [trial for path in self.path.glob("trials/*/trial.json") if (trial := read(path))]
-        if is_remote(self.path):  # whose listing may lag behind writes: the numbers follow one another
+        if is_remote(self.path):  # listings may lag behind writes, but the numbers have no gaps
             number = max((trial.number for trial in trials), default=-1) + 1
             while newer := read(self.trial_folder(number) / "trial.json"):
                 trials.append(newer)
@@ -144,7 +144,7 @@ class SweepFolder:
         return trial
 
     def finish(self, trial: Trial, status: str, reason: str = "") -> None:
-        """Records how a trial ended; it is not started again."""
+        """Records the end of a trial, which is not started again."""
         write_outcome(trial.folder, RecordedOutcome(Status(status), reason))
 
     def result(self, trial: Trial, metric: str) -> Result:
@@ -162,7 +162,7 @@ class SweepFolder:
         return Result(trial, status, reason, value, len(records), tokens)
 
     def results(self, metric: str) -> list[Result]:
-        """Returns every trial's result, the best first, those that are not done last."""
+        """Returns every trial's result, best first; trials that are not done come last."""
 
         def rank(result: Result) -> tuple[int, float]:
             return _BEST_FIRST.index(result.status), math.inf if result.value is None else result.value
