@@ -10,7 +10,7 @@ from maxbatch.pages.plots import BatchCurve, loss_against_batch
 
 
 def add_critical_batch(page: Page, found: Mapping[str, Any]) -> None:
-    """Adds a measurement, as `critical_batch.json` holds it, to a page."""
+    """Adds the measurement of a `critical_batch.json` to a page."""
     checkpoints = found["checkpoints"]
     page.add(heading(f"Critical batch size along {found['run']}"))
     page.figures([loss_against_batch([_curve(one, found["tolerance"]) for one in checkpoints if one["branches"]])])

@@ -1,4 +1,4 @@
-"""An HTML page of sections and figures, written as one file that needs nothing else."""
+"""An HTML page of sections and figures, written as one self-contained file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from maxbatch.system.storage import AnyPath
 AXES = ("steps", "samples", "tokens", "time")
 
 
-# A page holds all that it needs; nothing in it may load or send anything else.
+# A page is self-contained; nothing in it may load or send anything.
 _POLICY = (
     "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
     "form-action 'none'"
@@ -31,15 +31,15 @@ class RunColumns(NamedTuple):
     """The columns of a run that are drawn."""
 
     name: str  # names the run on the page
-    axes: dict[str, list[float]]  # of each of `AXES`, its value at each drawn update
-    columns: dict[str, list[float | None]]  # of each column, its value there; None where there is none
+    axes: dict[str, list[float]]  # by axis of `AXES`: its value at each drawn update
+    columns: dict[str, list[float | None]]  # by column: its value there; None if missing
 
 
 class Page:
     """A page; its parts appear in the order in which they are added."""
 
     def __init__(self, title: str, reloads_s: int = 0) -> None:
-        """Begins a page; if `reloads_s` is above 0, the page reloads itself every so many seconds."""
+        """Begins a page; with `reloads_s` above 0 it reloads itself at that interval, in seconds."""
         self._title, self._reloads_s = title, reloads_s
         self._body: list[str] = []
         self._figures: list[dict[str, object]] = []
@@ -54,7 +54,7 @@ class Page:
         self._add((figure, {"data": figure.data, "layout": figure.layout}) for figure in figures)
 
     def panels(self, panels: Sequence[Panel], runs: Sequence[RunColumns], units: dict[str, str]) -> None:
-        """Adds figures of runs, once, with buttons for their x axis, one of `AXES`, whose labels are `units`.
+        """Adds figures of runs, once per page, with buttons that select the x axis of `AXES`, labelled by `units`.
 
         A panel without a value of any run is left out.
         """
@@ -119,14 +119,14 @@ class Page:
             f"<style>{_asset('page.css')}</style></head>\n<body><h1>{title}</h1>\n"
             + "\n".join(self._body)
             + f'\n<script id="plotly" type="text/plain">{packed_plotly()}</script>\n'
-            # "<" cannot end the script from inside a text
+            # "<" inside a text cannot end the script
             + f'<script id="page-data" type="application/json">{data.replace("<", chr(92) + "u003c")}</script>\n'
             + f"<script>{_asset('page.js')}</script>\n</body></html>\n"
         )
 
 
 def packed_plotly() -> str:
-    """Returns plotly.js, which a page carries inside, as base64 of gzip: 2.0 MB for 4.8 MB."""
+    """Returns plotly.js for embedding, as base64 of gzip: 2.0 MB instead of 4.8 MB."""
     try:
         from plotly.offline import get_plotlyjs
     except ImportError:
@@ -148,7 +148,7 @@ def paragraph(text: str) -> str:
 
 
 def details(summary: str, *parts: str, is_open: bool = False) -> str:
-    """Returns parts that fold away under a summary."""
+    """Returns parts that fold under a summary."""
     attribute = " open" if is_open else ""
     return f"<details{attribute}><summary>{html.escape(summary)}</summary>{''.join(parts)}</details>"
 
@@ -156,7 +156,7 @@ def details(summary: str, *parts: str, is_open: bool = False) -> str:
 def table(
     heads: Sequence[str], rows: Iterable[Sequence[object]], has_swatches: bool = False, marked: int | None = None
 ) -> str:
-    """Returns a table, with or without the colour of its run before each row; the row `marked` stands out.
+    """Returns a table, optionally with the colour of its run before each row; highlights the row `marked`.
 
     Whole numbers get thousands separators, None is a dash.
     """

@@ -17,7 +17,7 @@ _MOST_GROUPS = 10
 
 
 class Figure(NamedTuple):
-    """A figure of its own data."""
+    """A figure with its own data."""
 
     title: str
     data: Sequence[Mapping[str, object]]  # plotly.js traces
@@ -46,9 +46,9 @@ def colour(index: int) -> str:
 def metric_against_key(
     key: str, metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]], is_log: bool
 ) -> Figure:
-    """Draws a metric against one of the keys that were varied, from overrides, metric and label of each trial.
+    """Draws a metric against one of the varied keys, from overrides, metric and label of each trial.
 
-    With two keys, of which the other has few values, trials that share its value are joined by a line. The x axis is
+    With two keys, if the other one has few values, a line joins trials that share its value. The x axis is
     logarithmic if its values are numbers and `is_log`.
     """
     others = [name for name in trials[0][0] if name != key]
@@ -56,7 +56,7 @@ def metric_against_key(
     if not 1 < len(groups) <= _MOST_GROUPS:
         groups = {""}
     numbers = [_number(overrides[key]) for overrides, _, _ in trials]
-    # A single value has no scale: an axis of numbers would show a range around it that was not swept.
+    # For a single value, a numeric axis would show a range that was not swept.
     is_number = None not in numbers and len(set(numbers)) > 1
     data = []
     for index, group in enumerate(sorted(groups, key=_sort_key)):
@@ -77,7 +77,7 @@ def metric_against_key(
     ticks: dict[str, object] = {}
     values = sorted({number for number in numbers if number is not None})
     if is_number and is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values):
-        # their own values are better ticks than powers of ten
+        # the values themselves are better ticks than powers of ten
         ticks = {"tickvals": values, "ticktext": [f"{value:g}" for value in values]}
     layout = {
         "xaxis": {"title": {"text": key}, "type": kind, **ticks},
@@ -109,7 +109,7 @@ def heat_map(keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[
 
 
 def loads_over_time(title: str, steps: Sequence[int], choices: Sequence[Mapping[str, int]]) -> Figure:
-    """Draws the load of each expert at some updates, from the choices of tokens that each got: 1 is the mean."""
+    """Draws the load of each expert at some updates, from its number of chosen tokens: 1 is the mean."""
     experts = sorted(choices[0], key=_sort_key)
     means = [max(1, sum(of.values())) / len(experts) for of in choices]
     loads = [[of.get(expert, 0) / mean for of, mean in zip(choices, means, strict=True)] for expert in experts]
@@ -128,7 +128,7 @@ class BatchCurve(NamedTuple):
     label: str  # names the checkpoint, such as "step 400"
     batch_sizes: Sequence[int]
     losses: Sequence[float | None]  # smoothed, at the end of each branch; None where it diverged
-    tolerated_loss: float | None  # the largest loss that counts as no worse than the base; None: every branch diverged
+    tolerated_loss: float | None  # the largest loss within the tolerance of the base; None: every branch diverged
     critical_batch_size: int | None  # the largest batch within the tolerance; None where there is none
 
 
