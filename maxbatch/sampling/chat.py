@@ -1,4 +1,4 @@
-"""A conversation with a model: each answer is drawn after all turns so far, as far as they fit into its context.
+"""A conversation with a model: each answer sees all turns so far that fit into the context.
 
 Shapes: L slots of a row, P slots of its prompt.
 """
@@ -19,8 +19,8 @@ from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import ConfigError
 
 _MAX_NEW_TOKENS = 512
-_LEAST_PROMPT = 32  # slots; fewer would save little, and need programs of their own
-_TORN = "\ufffd"  # the end of a text whose last character has more bytes to come
+_LEAST_PROMPT = 32  # slots; fewer would save little and need more programs
+_TORN = "\ufffd"  # the end of a text whose last character is incomplete
 
 
 class Chat:
@@ -60,7 +60,7 @@ class Chat:
     def say(self, text: str) -> Iterator[str]:
         """Adds a message of the user, and yields the answer to it in pieces.
 
-        An answer that the caller stops reading counts as far as it was read.
+        If the caller stops reading, the answer counts up to there.
 
         Raises:
           ConfigError: the message does not fit into the context, or the template refuses the conversation.
@@ -93,7 +93,7 @@ class Chat:
         return (self._tokenizer.eos_id, *self._rules.end_ids)
 
     def _prompt(self) -> np.ndarray:
-        """Returns the ids of the conversation, without its oldest turns if they leave an answer no room."""
+        """Returns the ids of the conversation, without its oldest turns if they leave no room for an answer."""
         room, turns = min(self._most, max(1, self._context // 4)), self._turns
         ids = self._prompts.ids([*self._system, *turns])
         while len(ids) + room > self._context and len(turns) > 1:

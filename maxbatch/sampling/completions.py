@@ -1,4 +1,4 @@
-"""Completions of many prompts, each as if it were alone.
+"""Completions of many prompts, each independent of the others.
 
 Shapes: B rows, P slots of a prompt.
 """
@@ -16,7 +16,7 @@ from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 
-_LEAST_PROMPT = 32  # slots; fewer would save little, and need programs of their own
+_LEAST_PROMPT = 32  # slots; fewer would save little and need more programs
 _SLOTS_AT_ONCE = 8192  # of a batch shard, prompts and completions
 
 
@@ -24,11 +24,11 @@ class Completer:
     """A model that completes prompts.
 
     A row's shapes follow from its own prompt and rules, and its draws from its place in the list of prompts. So the
-    number of rows in one pass decides nothing.
+    number of rows in one pass does not matter.
 
     Args:
-      params: parameters of a `Decoder`, on the mesh; the config and the tokenizer are their run's. Others of the same
-        shapes may take their place.
+      params: parameters of a `Decoder`, on the mesh; the config and the tokenizer are their run's. They may be
+        replaced by parameters of the same shapes.
       context: the most tokens of a prompt and its completion.
       most_rows: rows in one pass; None: by their length.
     """
@@ -47,7 +47,7 @@ class Completer:
         self._samplers: dict[tuple[int, int], Sampler] = {}  # by length and prompt length
 
     def __call__(self, prompts: Sequence[Sequence[int]], rules: SamplingRules, stops: Sequence[str]) -> list[str]:
-        """Returns the completion of each prompt up to its end or a stop, without either.
+        """Returns the completion of each prompt, up to and without its end or a stop.
 
         Args:
           prompts: ids, at least one; a prompt that leaves no room for `rules.max_new_tokens` loses its beginning.
@@ -88,7 +88,7 @@ class Completer:
         rules: SamplingRules,
         stops: Sequence[str],
     ) -> list[str]:
-        """Returns the completions of one pass of so many rows; those without a prompt are ended at once."""
+        """Returns the completions of one pass of so many rows; rows without a prompt end at once."""
         prompts_BxP = np.full((rows, slots), self._tokenizer.pad_id, np.int32)
         lengths_B, draw_ids_Bx3 = np.ones(rows, np.int32), np.zeros((rows, 3), np.uint32)
         for row, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
@@ -115,7 +115,7 @@ class Completer:
 
 
 def _before(text: str, stops: Sequence[str]) -> str | None:
-    """Returns the text before the first stop in it; None if it has none."""
+    """Returns the text before its first stop; None if it has no stop."""
     places = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
     return text[: min(places)] if places else None
 

@@ -1,8 +1,8 @@
 """Responses from a model: the prompt in one pass, then token after token with a key-value cache.
 
 The draws of a row depend on its own ids, its tokens and the parameters. They do not depend on the other rows, their
-number, or the devices that share them, except for sums in another order, which may tip a draw between two tokens that
-are equal to float precision.
+number, or the devices that share them, except that sums in another order may tip a draw between two tokens of equal
+probability to float precision.
 
 Shapes: Q prompts, B rows, P <= L slots of a prompt, L slots of a row (prompt and response), D model, V vocabulary; S
 devices that share the rows, R rows of one that are still drawn.
@@ -37,10 +37,10 @@ from maxbatch.system.errors import TrainingError
 
 _COOLEST = 1e-6  # dividing by a temperature below it could overflow
 _ROOMS = (64, 256, 1024, 4096, 16384)  # slots of a response
-# In rooms from this on, a device whose unfinished rows fit into a quarter of its rows goes on with that quarter. The
-# quarter has a loop of its own, which takes as long to compile as the first.
+# From this room on, a device continues with a quarter of its rows once the unfinished ones fit into it. The quarter has
+# a loop of its own, which takes as long to compile as the first.
 _LEAST_QUARTERED = 256
-# Tokens of a response that is drawn in pieces, for one who reads along and for a batch; weights are cast once for each.
+# Tokens of a piece of a response, for a reader and for a batch; weights are cast once per piece.
 _PIECE_TOKENS = 4
 _BATCH_PIECE_TOKENS = 16
 
@@ -49,7 +49,7 @@ _BATCH_PIECE_TOKENS = 16
 class SamplingRules:
     """The rules by which tokens are drawn.
 
-    The nucleus is drawn from at the temperature and among the top k (`keep_likeliest`).
+    The nucleus is taken at the temperature, among the top k (`keep_likeliest`).
     """
 
     temperature: float = 0.8  # divides the logits, >= 0; at 0 the likeliest token is taken
@@ -106,9 +106,8 @@ class Sampler:
         never drawn; `eos_id` ends a response.
       mesh: rows are split over its data, fsdp and expert axes, heads and widths over tensor; None: the
         compiler follows the shardings of the parameters.
-      rescores: below float32 the pass over one token rounds differently from a training pass, by up to 0.05 in a
-        log-probability, and under LongRoPE it goes by the longest text that a row may become; true: a training pass
-        over the responses gives the log-probabilities there.
+      rescores: true: a training pass over the responses gives the log-probabilities where a pass over one token may
+        differ: below float32 by rounding (up to 0.05), and under LongRoPE, which assumes the longest text of a row.
       returns_whole: true: every device returns all rows, so that each of several hosts can read them.
       jit: makes the program of a call; `jax.jit`: all samplers share their programs.
     """
@@ -146,7 +145,7 @@ class Sampler:
         # A token may have several of these roles, and the end of the text must stay drawable.
         never = (tokenizer.bos_id, tokenizer.pad_id)
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
-        self.executable: Callable[..., Responses] | None = None  # what `lower` returned, compiled: all calls take it
+        self.executable: Callable[..., Responses] | None = None  # the compiled result of `lower`; all calls use it
         self._respond: Callable[[_Program], Callable[..., Responses]] = cache(
             lambda program: partial(_respond, program) if jit is jax.jit else jit(partial(_responses, program))
         )
@@ -163,7 +162,7 @@ class Sampler:
     ) -> Responses:
         """Returns B / Q responses to each prompt, one after another; asynchronous, in one program.
 
-        A prompt is read once for all of its responses, or as often as the devices need that share them.
+        A prompt is read once for all of its responses, or once per device that shares them.
 
         Args:
           params: parameters of a `Decoder`, on one device or sharded.
@@ -195,7 +194,7 @@ class Sampler:
     ) -> Iterator[list[int]]:
         """Yields the response to one prompt as it is drawn, in pieces of a few ids.
 
-        It is that of a call with the same arguments; the end token is part of it if it was drawn.
+        A call with the same arguments gives the same response; the end token is included if it was drawn.
 
         Raises:
           TrainingError: a token has no finite log-probability.
@@ -221,8 +220,8 @@ class Sampler:
     ) -> list[list[int]]:
         """Returns the ids of the response to each prompt, the end token included if it was drawn.
 
-        They are those of a call with the same arguments, except that a response ends soon after `is_enough(row, ids)`
-        is true of its ids so far.
+        They equal those of a call with the same arguments, except that a response ends soon after `is_enough(row, ids)`
+        is true for its ids so far.
 
         Raises:
           TrainingError: a token has no finite log-probability.
@@ -309,7 +308,7 @@ def _responses(
         scores = token_logprobs(whole, end.tokens_BxL, segments_BxL, batch_shards=program.row_shards)
         is_response_BxL = is_token_BxL & (slots_BxL >= prompt_lengths_B[:, None])
         logprobs_BxL = jnp.where(is_response_BxL, scores.logprobs_MxL, 0.0)
-    # Rows that the devices do not divide are returned whole.
+    # If the devices do not divide the rows, all devices get all rows.
     row_axis = None if more or program.returns_whole else "batch"
     found = Responses(end.tokens_BxL, prompt_lengths_B, end.lengths_B, logprobs_BxL)
     placed: Responses = jax.tree.map(lambda x: decoder.constrain(x[:rows], (row_axis, None)[: x.ndim]), found)
@@ -330,8 +329,8 @@ def _limits(program: _Program, prompt_lengths_B: Any, rules: _Rules) -> Any:
 
 
 def _rooms(length: int, prompt_length: int) -> list[int]:
-    """Returns the slots that responses have room for, in turn: a token reads few where there are few."""
-    # The responses to the longest prompts end here.
+    """Returns the growing numbers of slots for responses: with few slots a token reads little."""
+    # Responses to the longest prompts end here.
     least = length - prompt_length if length - prompt_length >= _ROOMS[0] else length
     return [*(slots for slots in _ROOMS if slots < least), *sorted({least, length})]
 
@@ -344,7 +343,7 @@ class _Cells(NamedTuple):
 
 
 def _levels(cells: _Cells, room: int) -> list[_Cells]:
-    """Returns the cells that a device goes on with as its rows end, beginning with all of them."""
+    """Returns the cells that a device continues with as its rows end, beginning with all of them."""
     rows = cells.number * cells.width // 4
     if room < _LEAST_QUARTERED or not rows:
         return [cells]
@@ -353,7 +352,7 @@ def _levels(cells: _Cells, room: int) -> list[_Cells]:
 
 
 def _drawn(next_token: _NextToken, loop: _Loop, room: int, shards: int) -> _Loop:
-    """Returns the state once all responses have ended or `room` tokens, so that ended ones cost few steps."""
+    """Returns the state once all responses have ended or reached `room` tokens; ended rows cost few steps."""
     prompts = loop.cache.prompts
     assert prompts is not None and loop.cache.starts_B is not None, "rows are behind their prompts"
     num_prompts, rows = prompts.keys_NxBxKxLxh.shape[1], loop.done_B.size
@@ -384,7 +383,7 @@ class _Some:
 
     @classmethod
     def of(cls, done_B: jax.Array, whole: _Cells, cells: _Cells, shards: int) -> _Some:
-        """Returns the rows that are not done, followed by others, as many as fit into the cells."""
+        """Returns the unfinished rows, followed by others up to the size of the cells."""
         done_SxQxG = done_B.reshape(shards, whole.number, whole.width)
         order_SxQxG = jnp.argsort(done_SxQxG, axis=2) + whole.width * jnp.arange(whole.number)[None, :, None]
         rows_SxCxW = order_SxQxG.reshape(shards, -1, cells.width)
@@ -411,7 +410,7 @@ class _Some:
         return _Loop(cache, *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]))
 
     def put_back(self, loop: _Loop, part: _Loop) -> _Loop:
-        """Returns the state of all rows, after these."""
+        """Returns the state of all rows, with these rows updated."""
         keys, values = (self._put(x, 1, new) for x, new in zip(loop.cache[:2], part.cache[:2], strict=True))
         cache = loop.cache._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
         return _Loop(cache, *(self._put(x, 0, new) for x, new in zip(loop[1:], part[1:], strict=True)))
@@ -494,7 +493,7 @@ def _continue(
     rules: _Rules,
     tokens: jax.Array,
 ) -> _Loop:
-    """Returns the state after so many more tokens, or fewer where the responses end."""
+    """Returns the state after so many more tokens, or fewer if all responses end."""
     decoder = _gathered(nnx.merge(program.graphdef, params))
     next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
 
@@ -506,7 +505,7 @@ def _continue(
 
 
 class _Loop(NamedTuple):
-    """The state that one token leaves for the next."""
+    """The state between two tokens."""
 
     cache: Cache
     tokens_BxL: jax.Array

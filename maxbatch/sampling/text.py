@@ -53,7 +53,7 @@ def generate_text(
     """
     rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
-    # Conversations begin as in the tokenizer's template, which ignores `add_bos`.
+    # Conversations begin as the tokenizer's template does, which ignores `add_bos`.
     if not ids or (tokenizer.begins_with_bos() if config.use_sft or config.use_dpo else config.add_bos):
         starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
         ids.insert(0, next(token for token in starts if token is not None))
@@ -61,7 +61,7 @@ def generate_text(
     half = length // 2
     # Few prompts are longer than half a window, and for the others the prefill is half as long.
     prompt_length = length if half < len(ids) < length else half
-    # Unrolled layers would save a third of a token's time, and take as long to compile as ten thousand tokens to draw.
+    # Unrolled layers would save a third of a token's time, but compile as long as ten thousand tokens take.
     sampler = Sampler(
         dataclasses.replace(config, scan_layers=True), tokenizer, mesh, prompt_length=prompt_length, rescores=False
     )
