@@ -1,7 +1,7 @@
 """A soak: runs are killed at random moments and started again, until they have trained what an unharmed run trains.
 
-`python -m tests.helpers.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
-the run goes on with the others (`tests/helpers/losses.py`)
+`python -m tests.programs.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
+the run goes on with the others (`tests/programs/losses.py`)
 
 Tokens and run_dir lie in an emulated store of which a share of all requests fails, or on the disk. A kill is a -9 of
 the whole process group, of the command alone (its hosts must die with it), or of one host. Every start is made from
@@ -31,12 +31,12 @@ from typing import TypeVar
 from maxbatch.runs.sessions import read_sessions, total_seconds
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, as_path, is_remote
-from tests.helpers import losses as losing
 from tests.helpers.command import QUICK_TO_COMPILE
-from tests.helpers.losses import LossError, Losses
 from tests.helpers.stores import SCHEMES, Store, serving
-from tests.helpers.suspensions import SuspensionError, Suspensions
 from tests.helpers.tiny import TINY_MODEL
+from tests.programs import losses as losing
+from tests.programs.losses import LossError, Losses
+from tests.programs.suspensions import SuspensionError, Suspensions
 
 T = TypeVar("T")
 
@@ -328,7 +328,7 @@ def _kill_again_and_again(one: Soak, kills: int) -> Soak:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a soak; returns 0 where every promise held."""
-    parser = argparse.ArgumentParser(prog="python -m tests.helpers.soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--suspends", type=int, help="writers to stop for longer than their lease, instead of kills")
     parser.add_argument(
