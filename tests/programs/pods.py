@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, alone = Path(place), dict[Settings, Path]()
         keys = [RL, *_KEYS, reward_file(folder)]
         for number in range(1, asked.runs + 1):
-            # The hardest one first.
-            first = number == 1
+            # Of several, the hardest one first.
+            first = number == 1 < asked.runs
             settings = Settings(
                 2 if first else chance.randrange(3), chance.random() < 0.5, 4 if first else chance.choice((1, 4))
             )

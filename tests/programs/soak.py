@@ -155,7 +155,7 @@ def _variables(folder: Path) -> dict[str, str]:
     return {
         "XLA_FLAGS": QUICK_TO_COMPILE,
         "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": str(folder / "cache"),
+        "XDG_CACHE_HOME": str(folder.parent / "cache"),  # what one store's runs compile, those of the others need not
         "PYTHONPATH": str(Path(__file__).parents[2]),
         _MARK: str(folder),
     }
@@ -294,9 +294,7 @@ def _suspend_again_and_again(one: Soak, suspends: int) -> Suspensions:
 def _lose_again_and_again(one: Soak, losses: int) -> Losses:
     """Loses machines, and compares each run with the unharmed one."""
     arguments = (*_TRAINING, *losing.KEYS, f"dataset_path={one.place}/tokens")
-    # What one store's runs have compiled, those of the others need not.
-    variables = _variables(one.folder) | {"XDG_CACHE_HOME": str(one.folder.parent / "cache")}
-    found = Losses(one.folder, one.place, arguments, variables, one.random, WALL_TOLERANCE)
+    found = Losses(one.folder, one.place, arguments, _variables(one.folder), one.random, WALL_TOLERANCE)
     while found.losses < losses:
         before, begun = found.losses, time.monotonic()
         found.run(losses - before)

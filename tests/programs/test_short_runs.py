@@ -1,4 +1,7 @@
-"""A short run of each program that searches for faults; CONTRIBUTING.md has the long ones."""
+"""A short run of each program that searches for faults; CONTRIBUTING.md has the long ones.
+
+That of `differing_hosts` is in `tests/parallel/test_agreement.py`.
+"""
 
 from __future__ import annotations
 
@@ -43,14 +46,9 @@ def test_a_run_that_loses_a_host_goes_on_with_the_others() -> None:
 
 @pytest.mark.processes
 def test_a_run_on_a_random_mesh_is_that_of_one_device() -> None:
-    run("meshes", "--runs", "1", "--seed", "3", "--load", "0")
+    run("meshes", "--runs", "1", "--seed", "16", "--load", "0")
 
 
 @pytest.mark.processes
 def test_reinforcement_learning_on_random_hosts_is_that_of_one_device() -> None:
-    run("pods", "--runs", "1", "--seed", "1")
-
-
-@pytest.mark.processes
-def test_hosts_that_differ_in_a_key_are_refused() -> None:
-    run("differing_hosts", "--starts", "1", "--seed", "1")
+    run("pods", "--runs", "1", "--seed", "36")
