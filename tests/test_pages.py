@@ -34,6 +34,7 @@ TINY = {
     "BASE_EMB_DIM": "32", "BASE_NUM_QUERY_HEADS": "2", "BASE_NUM_KV_HEADS": "2", "HEAD_DIM": "16", "BASE_MLP_DIM": "32",
     "BASE_NUM_DECODER_LAYERS": "1",
 }  # fmt: skip
+MEASURED = {"STEPS": "48", "CHECKPOINT_PERIOD": "16"}  # a run from whose step 16 `critical-batch` trains 256 samples
 LENGTHS = ("steps", "train_samples", "train_tokens", "num_epochs")
 SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps")
 MORE = {
@@ -139,7 +140,7 @@ def run_page(
 ) -> list[tuple[Command, str]]:
     """Runs the commands of a page in their order; returns each with what it printed."""
     is_measured = any(command.name == "critical-batch" for command in commands_of(page))
-    tiny = {f"MAXBATCH_{key}": value for key, value in (TINY | {"STEPS": "64" if is_measured else "8"}).items()}
+    tiny = {f"MAXBATCH_{key}": value for key, value in (TINY | (MEASURED if is_measured else {})).items()}
     Path("batch_size").write_text(SMALL_SWEEP)
     printed = []
     for command in commands_of(page):
