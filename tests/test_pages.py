@@ -34,6 +34,7 @@ TINY = {
     "BASE_EMB_DIM": "32", "BASE_NUM_QUERY_HEADS": "2", "BASE_NUM_KV_HEADS": "2", "HEAD_DIM": "16", "BASE_MLP_DIM": "32",
     "BASE_NUM_DECODER_LAYERS": "1",
 }  # fmt: skip
+MEASURED = {"STEPS": "48", "CHECKPOINT_PERIOD": "16"}  # a run from whose step 16 `critical-batch` trains 256 samples
 LENGTHS = ("steps", "train_samples", "train_tokens", "num_epochs")
 SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps")
 MORE = {
@@ -127,33 +128,40 @@ def test_every_command_of_a_page_is_one_and_prints_what_is_shown(page: str, caps
 @pytest.mark.slow
 @pytest.mark.pages
 @pytest.mark.parametrize("page", sorted(TRAINING - set(CUTS)))
-def test_every_command_of_a_page_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_of_a_page_runs(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     write_files_of(page)
-    run_page(page, monkeypatch)
+    run_page(page, monkeypatch, capsys)
 
 
-def run_page(page: str, monkeypatch: pytest.MonkeyPatch) -> list[tuple[Command, str]]:
+def run_page(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[tuple[Command, str]]:
     """Runs the commands of a page in their order; returns each with what it printed."""
     is_measured = any(command.name == "critical-batch" for command in commands_of(page))
-    tiny = {f"MAXBATCH_{key}": value for key, value in (TINY | {"STEPS": "64" if is_measured else "8"}).items()}
+    tiny = {f"MAXBATCH_{key}": value for key, value in (TINY | (MEASURED if is_measured else {})).items()}
     Path("batch_size").write_text(SMALL_SWEEP)
     printed = []
     for command in commands_of(page):
         if command.reason or command.shown.startswith("maxbatch: error: "):
             continue
-        with monkeypatch.context() as patch:
-            for key, value in tiny.items() if command.name not in FAST else ():
-                patch.setenv(key, value)
-            result = maxbatch(*shortened(command))
-        assert result.returncode == 0, (command, result.stderr)
-        printed.append((command, result.stdout))
+        if command.name in FAST:
+            code = main(list(command.arguments))
+            out, err = capsys.readouterr()
+        else:
+            with monkeypatch.context() as patch:
+                for key, value in tiny.items():
+                    patch.setenv(key, value)
+                result = maxbatch(*shortened(command))
+            code, out, err = result.returncode, result.stdout, result.stderr
+        assert code == 0, (command, err)
+        printed.append((command, out))
     return printed
 
 
 def shortened(command: Command) -> list[str]:
     """The command with few updates of a tiny model, as the environment states them."""
-    if command.name in FAST:
-        return list(command.arguments)
     kept = [text for text in command.arguments if text.partition("=")[0] not in (*LENGTHS, *SIZES)]
     return [*kept, *MORE.get(command.name, ())]
 
@@ -167,10 +175,11 @@ def test_the_commands_of_an_overview_stand_on_other_pages() -> None:
 @pytest.mark.slow
 @pytest.mark.pages
 @pytest.mark.parametrize("page", CUTS)
-def test_the_cuts_of_a_page_train_on_the_same_samples(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    printed = [
-        output.strip() for command, output in run_page(page, monkeypatch) if "--fingerprint" in command.arguments
-    ]
+def test_the_cuts_of_a_page_train_on_the_same_samples(
+    page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commands = run_page(page, monkeypatch, capsys)
+    printed = [output.strip() for command, output in commands if "--fingerprint" in command.arguments]
     cut = [
         read_metrics(run)
         for run in sorted(Path("runs").iterdir())

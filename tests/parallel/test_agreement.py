@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from maxbatch.parallel.agreement import differences
-from tests.helpers.differing_hosts import OTHER_VALUES, refused_start, start_hosts
 from tests.helpers.tiny import TINY_RUN
+from tests.programs.differing_hosts import OTHER_VALUES, refused_start, start_hosts
 
 
 @pytest.mark.processes

@@ -11,7 +11,6 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, make_cpu_devices
-from tests.helpers import meshes
 
 COUNT = "--xla_force_host_platform_device_count"
 
@@ -106,8 +105,3 @@ def test_devices_that_wait_for_each_other_for_ever_end_the_process_and_those_tha
     assert done.returncode == code, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == code and all("in a collective" in line and "PJRT_NPROC=" in line for line in lines)
-
-
-@pytest.mark.processes
-def test_programs_on_random_meshes_do_not_hang() -> None:
-    assert meshes.main(["--runs", "1", "--seed", "3", "--load", "0"]) == 0

@@ -88,6 +88,13 @@ def assert_close(found: Any, expected: np.ndarray, what: str = "") -> None:
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4, err_msg=what)
 
 
+def layers_in_turn(first: int) -> pytest.MarkDecorator:
+    """Parametrizes a test by family and scanned or unrolled layers, in turn: with another `first` by the other one."""
+    layers = ("scan_layers=true", "scan_layers=false")
+    cases = [(name, layers[number % 2]) for number, name in enumerate(FAMILY_MODELS, first)]
+    return pytest.mark.parametrize(("family", "scan"), cases, indirect=["family"])
+
+
 def test_every_family_has_a_model() -> None:
     kinds = {make_model(name).config.model_type for name in MODELS}
     model_types = {family.model_type for family in FAMILIES.values()}
@@ -102,7 +109,7 @@ def test_log_probabilities_are_those_of_transformers(reference: Reference) -> No
         assert_close(got[:, 1:], reference.logprobs, scan)
 
 
-@pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
+@layers_in_turn(0)
 def test_packed_documents_have_the_log_probabilities_that_each_has_alone(family: Reference, scan: str) -> None:
     first, second = 23, LENGTH - 23
     tokens = np.concatenate([TOKENS_2xL[0, :first], TOKENS_2xL[1, :second]])[None]
@@ -128,7 +135,7 @@ def test_packed_documents_of_longrope_have_the_factors_that_each_has_alone(tmp_p
         assert_close(got[segments == number][1:], expected, str(number))
 
 
-@pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
+@layers_in_turn(1)
 def test_log_probabilities_with_the_cache_are_those_of_transformers(family: Reference, scan: str) -> None:
     prompt = 11
     _, graphdef, params = load(family.folder, scan)

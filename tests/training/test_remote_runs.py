@@ -111,7 +111,8 @@ def test_a_run_killed_on_four_hosts_goes_on_on_two_and_then_on_one_from_other_fo
 ) -> None:
     gs.plan()
     run_dir, expected = as_path(gs.bucket() + "/run"), tmp_path / "expected"
-    keys = [*RAMPED, "global_rampup_samples=96", "steps=24", "checkpoint_period=4", "per_device_batch_size=4"]
+    stages = ("per_device_batch_size=4", "per_device_batch_size_increment=3", "global_rampup_samples=32")
+    keys = [*RAMPED, *stages, "steps=18", "checkpoint_period=3"]
     command = ["train", *keys, f"run_dir={run_dir}", "--simulate-devices", "4"]
     saved = 0
     for hosts in (4, 2, 1):
@@ -124,23 +125,23 @@ def test_a_run_killed_on_four_hosts_goes_on_on_two_and_then_on_one_from_other_fo
             continue
         process = subprocess.Popen(
             [sys.executable, "-m", "maxbatch", *command, "--simulate-hosts", str(hosts)],
-            env=environment() | Hold(saved + 9, elsewhere).variables,
+            env=environment() | Hold(saved + 7, elsewhere).variables,
             start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         wait_for(lambda saved=saved: (committed_steps(run_dir) or [0])[0] > saved, process)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         saved = committed_steps(run_dir)[0]
-        assert saved < 24
+        assert saved < 18
     train(tiny_config(*keys, f"run_dir={expected}"), jax.devices()[:4])
     assert_same_run(records(run_dir), records(expected))
-    assert committed_steps(run_dir)[0] == 24
+    assert committed_steps(run_dir)[0] == 18
 
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store: Store) -> None:
     run_dir = store.bucket() + "/run"
-    arguments = [*RAMPED, f"run_dir={run_dir}", "steps=24", "checkpoint_period=4"]
+    arguments = [*RAMPED, f"run_dir={run_dir}", "steps=16", "checkpoint_period=4"]
     process = subprocess.Popen(
         [sys.executable, "-m", "maxbatch", "train", *arguments],
         env=environment() | Hold(12, Path.cwd()).variables, start_new_session=True,
@@ -161,7 +162,7 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
         start.join()
     done, refused = sorted(found, key=lambda one: one.returncode)
     assert done.returncode == 0, done.stderr
-    assert [r["step"] for r in records(as_path(run_dir))] == list(range(1, 25))
+    assert [r["step"] for r in records(as_path(run_dir))] == list(range(1, 17))
     # The other is refused while the first trains; if it watched until the first had ended, there was nothing to do.
     assert any("waiting up to" not in one.stderr for one in found), "the lease of a killed process is not waited for"
     assert refused.returncode in (0, 2) and ("is training in it" in refused.stderr or "is complete" in refused.stdout)

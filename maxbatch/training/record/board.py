@@ -8,15 +8,31 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-from tensorboardX import summary
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event, SessionLog
-
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError, StoreFull, TrainingError, reason
 from maxbatch.system.storage import AnyPath, place_here, send
 from maxbatch.training.record.loggers import numbers_of
 from maxbatch.training.record.recorder import Record
+
+
+@contextlib.contextmanager
+def _hidden(*modules: str) -> Iterator[None]:
+    """Lets imports of modules that are not loaded fail, as if they were not installed."""
+    hidden = [name for name in modules if name not in sys.modules]
+    for name in hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for name in hidden:
+            del sys.modules[name]
+
+
+# Where the clients of object stores are installed, tensorboardX imports them for half a second; it writes files alone.
+with _hidden("boto3", "google.cloud.storage"):
+    from tensorboardX import summary
+    from tensorboardX.event_file_writer import EventsWriter
+    from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 _FLUSH_S = 120.0
 _UPLOADED_BYTES = 4 << 20  # at most, or little more, by each upload

@@ -17,7 +17,7 @@ from maxbatch.commands.import_config.command import translated, written
 from maxbatch.commands.import_config.maxtext_defaults import file_of_module, values_of
 from maxbatch.commands.import_config.shell import commands_of
 from tests.helpers.imports import imported
-from tests.helpers.maxtext_commands import bash_commands, differences
+from tests.programs.maxtext_commands import bash_commands, differences
 
 TRAINERS = "maxtext.trainers.post_train"
 NAMED = "model_name=llama3.1-8b base_output_directory=runs run_name=a"

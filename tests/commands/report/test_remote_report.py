@@ -11,7 +11,7 @@ from maxbatch.cli import main
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.storage import AnyPath, as_path, copy_tree
 from tests.helpers.reports import make_sweep, write_run
-from tests.helpers.stores import Store
+from tests.helpers.stores import SCHEMES, Store
 
 pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
 
@@ -35,7 +35,8 @@ def test_a_damaged_run_or_sweep_in_a_bucket_is_one_line_or_a_page(
     places += [(f"{bucket}/{sweep.name}", trial / name) for name in ("trial.json", "outcome.json", "metrics.jsonl")]
     places.append((f"{bucket}/{sweep.name}", as_path(f"{bucket}/{sweep.name}/sweep.json")))
     assert _report(f"{bucket}/run", capsys) == _report(f"{bucket}/{sweep.name}", capsys) == 0
-    for (url, place), content in itertools.product(places, CONTENTS):
+    # Each damage of each file in one of the stores, whose answers are the same.
+    for (url, place), content in list(itertools.product(places, CONTENTS))[SCHEMES.index(store.scheme) :: 2]:
         before = place.read_bytes() if place.exists() else None
         place.write_bytes(content)
         assert _report(url, capsys) in (0, 2), (place, content[:40])

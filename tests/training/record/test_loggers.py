@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -119,6 +120,12 @@ def test_tensorboard_has_the_hyperparameters_of_a_run(tmp_path: Path) -> None:
     assert started["learning_rate"].number_value == 0.0625 and started["opt_type"].string_value == "adamw"
     shown = HParamsPluginData.FromString(found["_hparams_/experiment"]).experiment.metric_infos
     assert {"eval_loss", "loss"} <= {info.name.tag for info in shown} and "loss" in found
+
+
+def test_tensorboard_brings_no_clients_of_object_stores() -> None:
+    code = "import sys, maxbatch.training.record.board; print({'boto3', 'google.cloud.storage'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout == "set()\n", done.stderr
 
 
 @pytest.mark.parametrize("text", ["wandb", "[tensorboard, wandb]", "tensorboard,wandb", "none", ""])

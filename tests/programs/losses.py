@@ -1,6 +1,6 @@
 """Machines that are lost at random moments of a run, which goes on with those that are left, from their local disks.
 
-Part of the soak: `python -m tests.helpers.soak --losses 20 --seed 1`. A run on 4 simulated hosts, each with a disk of
+Part of the soak: `python -m tests.programs.soak --losses 20 --seed 1`. A run on 4 simulated hosts, each with a disk of
 its own, loses one, goes on with 3, then 2, then 3 and 4 again. Half of the machines are lost with their disks. Those
 that come back later bring old states along. The number of hosts stays where none has saved since the last loss: the
 second copies make up for one machine, and not for two at a time.

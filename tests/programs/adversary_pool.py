@@ -22,7 +22,7 @@ from maxbatch import cli
 from maxbatch.commands import COMMANDS
 from maxbatch.config.loading import load_config
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, EXIT_FAILED, EXIT_INPUT
-from tests.helpers.adversary_cases import Case
+from tests.programs.adversary_cases import Case
 
 LONGEST_S = 10.0  # of a case; more on a machine that has other work
 MOST_BYTES = 2 << 30

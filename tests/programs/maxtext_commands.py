@@ -1,6 +1,6 @@
 """Imports every training command of a checkout of MaxText, and compares each with a reading of its own.
 
-    python -m tests.helpers.maxtext_commands CHECKOUT [FOLDER ...] [--configs CONFIGS] [--fill] [--list]
+    python -m tests.programs.maxtext_commands CHECKOUT [FOLDER ...] [--configs CONFIGS] [--fill] [--list]
 
 CHECKOUT is a work tree of MaxText, FOLDERs are below it (default: docs, README.md, tests/end_to_end), CONFIGS is the
 `maxtext/configs` of the version that is compared with (default: src/maxtext/configs of the checkout). A page is the

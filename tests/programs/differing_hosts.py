@@ -1,6 +1,6 @@
 """Real starts of two hosts of which one has another value of a key: each must be refused, and soon.
 
-python -m tests.helpers.differing_hosts --starts 20 --seed 1
+python -m tests.programs.differing_hosts --starts 20 --seed 1
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Writers that are stopped for longer than their lease, at random moments, and go on while another one holds it.
 
-Part of the soak: `python -m tests.helpers.soak --suspends 50 --seed 1 --stores gs s3`. The lease lasts `LAPSE_S` here.
+Part of the soak: `python -m tests.programs.soak --suspends 50 --seed 1 --stores gs s3`. The lease lasts `LAPSE_S` here.
 A writer is stopped at a random moment, the next one takes its lease over, and at a random moment after that the first
 is continued: it ends with one line, or it had not taken the lease, or had given it back. Where a run has ended and all
 its writers have, its metrics are those of the unharmed run, each checkpoint is whole, and no unfinished one counts.

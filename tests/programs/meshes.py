@@ -1,6 +1,6 @@
 """One batch on random meshes of simulated devices and hosts: no run hangs, and each is the run of one device.
 
-    python -m tests.helpers.meshes --runs 200 --seed 1 --load 2
+    python -m tests.programs.meshes --runs 200 --seed 1 --load 2
 
 trains a few updates on 1 to 8 devices, on 1, 2 or 4 hosts, over random axes (data, fsdp, tensor, context, pipeline,
 expert), rows per pass and expansions, with a batch or a ramp that need not divide, dense and sparse, on text, chats,
@@ -178,7 +178,7 @@ class Search:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains on random meshes; returns 0 if every run ended by itself and is that of one device."""
-    parser = argparse.ArgumentParser(prog="python -m tests.helpers.meshes", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.meshes", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--load", type=int, default=1, help="busy processes beside the runs")

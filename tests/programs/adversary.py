@@ -1,7 +1,7 @@
 """An adversary: fuzzed command lines and damaged files, of which none may hurt.
 
-`python -m tests.helpers.adversary --seed 1 --lines 10000 --files 5000`
-`python -m tests.helpers.adversary --seed 1 --minutes 30`
+`python -m tests.programs.adversary --seed 1 --lines 10000 --files 5000`
+`python -m tests.programs.adversary --seed 1 --minutes 30`
 
 Every case runs in a child of its own. It has to end within 10 s and 2 GB, without a traceback, with an exit code of the
 contract, with one line on standard error if it exits 2, and with nothing half-written. For each way to fail the program
@@ -26,10 +26,10 @@ from pathlib import Path
 os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_backend_optimization_level=0", TERM="xterm-256color")
 os.environ.pop("COLUMNS", None)
 
-from tests.helpers import adversary_pool as pool
-from tests.helpers.adversary_cases import Case
-from tests.helpers.adversary_files import KINDS, make_file_case
-from tests.helpers.adversary_lines import TINY, make_line
+from tests.programs import adversary_pool as pool
+from tests.programs.adversary_cases import Case
+from tests.programs.adversary_files import KINDS, make_file_case
+from tests.programs.adversary_lines import TINY, make_line
 
 _MOST = 10_000_000  # cases of a run that only --minutes ends
 

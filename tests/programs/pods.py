@@ -1,6 +1,6 @@
 """Random runs of reinforcement learning on simulated pods: none differs from the run of one host and one mesh.
 
-    python -m tests.helpers.pods --runs 20 --seed 1
+    python -m tests.programs.pods --runs 20 --seed 1
 
 draws the hosts and their devices, one mesh or two, chunks, how the sampler holds the weights, the batches that are
 sampled ahead, filtered groups and mini-batches. Every run is killed with -9 after a random update and goes on, on other
@@ -106,7 +106,7 @@ def compared(found: Path, expected: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains on random pods; returns 0 if every run is that of one device."""
-    parser = argparse.ArgumentParser(prog="python -m tests.helpers.pods", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.pods", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--limit", type=float, default=600, help="seconds of a start")
@@ -117,8 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         folder, alone = Path(place), dict[Settings, Path]()
         keys = [RL, *_KEYS, reward_file(folder)]
         for number in range(1, asked.runs + 1):
-            # The hardest one first.
-            first = number == 1
+            # Of several, the hardest one first.
+            first = number == 1 < asked.runs
             settings = Settings(
                 2 if first else chance.randrange(3), chance.random() < 0.5, 4 if first else chance.choice((1, 4))
             )

@@ -1,7 +1,7 @@
 """A soak: runs are killed at random moments and started again, until they have trained what an unharmed run trains.
 
-`python -m tests.helpers.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
-the run goes on with the others (`tests/helpers/losses.py`)
+`python -m tests.programs.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
+the run goes on with the others (`tests/programs/losses.py`)
 
 Tokens and run_dir lie in an emulated store of which a share of all requests fails, or on the disk. A kill is a -9 of
 the whole process group, of the command alone (its hosts must die with it), or of one host. Every start is made from
@@ -31,12 +31,12 @@ from typing import TypeVar
 from maxbatch.runs.sessions import read_sessions, total_seconds
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, as_path, is_remote
-from tests.helpers import losses as losing
 from tests.helpers.command import QUICK_TO_COMPILE
-from tests.helpers.losses import LossError, Losses
 from tests.helpers.stores import SCHEMES, Store, serving
-from tests.helpers.suspensions import SuspensionError, Suspensions
 from tests.helpers.tiny import TINY_MODEL
+from tests.programs import losses as losing
+from tests.programs.losses import LossError, Losses
+from tests.programs.suspensions import SuspensionError, Suspensions
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def _variables(folder: Path) -> dict[str, str]:
     return {
         "XLA_FLAGS": QUICK_TO_COMPILE,
         "JAX_PLATFORMS": "cpu",
-        "XDG_CACHE_HOME": str(folder / "cache"),
+        "XDG_CACHE_HOME": str(folder.parent / "cache"),  # what one store's runs compile, those of the others need not
         "PYTHONPATH": str(Path(__file__).parents[2]),
         _MARK: str(folder),
     }
@@ -294,9 +294,7 @@ def _suspend_again_and_again(one: Soak, suspends: int) -> Suspensions:
 def _lose_again_and_again(one: Soak, losses: int) -> Losses:
     """Loses machines, and compares each run with the unharmed one."""
     arguments = (*_TRAINING, *losing.KEYS, f"dataset_path={one.place}/tokens")
-    # What one store's runs have compiled, those of the others need not.
-    variables = _variables(one.folder) | {"XDG_CACHE_HOME": str(one.folder.parent / "cache")}
-    found = Losses(one.folder, one.place, arguments, variables, one.random, WALL_TOLERANCE)
+    found = Losses(one.folder, one.place, arguments, _variables(one.folder), one.random, WALL_TOLERANCE)
     while found.losses < losses:
         before, begun = found.losses, time.monotonic()
         found.run(losses - before)
@@ -328,7 +326,7 @@ def _kill_again_and_again(one: Soak, kills: int) -> Soak:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a soak; returns 0 where every promise held."""
-    parser = argparse.ArgumentParser(prog="python -m tests.helpers.soak", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m tests.programs.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--suspends", type=int, help="writers to stop for longer than their lease, instead of kills")
     parser.add_argument(

@@ -9,8 +9,8 @@ from pathlib import Path
 from maxbatch.cli import make_parser
 from maxbatch.config.keys import Key
 from maxbatch.config.sections import KEYS
-from tests.helpers.adversary_cases import Case
 from tests.helpers.tiny import TINY_MODEL
+from tests.programs.adversary_cases import Case
 
 TINY = (*TINY_MODEL, "dataset_type=synthetic", "synthetic_samples=50", "steps=2")
 _LONG = 5000

@@ -14,12 +14,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.adversary_cases import Case, Damage
-from tests.helpers.adversary_lines import TINY
 from tests.helpers.chats import some_talks, write_tokenizer
 from tests.helpers.corpus import some_texts, write_jsonl
 from tests.helpers.huggingface_folders import write_folder
 from tests.helpers.reports import write_run
+from tests.programs.adversary_cases import Case, Damage
+from tests.programs.adversary_lines import TINY
 
 _RUN = (*TINY, "run_dir=run", "generate_prompt=", "eval_interval=-1", "vocab_size=512")
 _TRAINED = (*_RUN, "steps=4", "checkpoint_period=2", "per_device_batch_size=2")

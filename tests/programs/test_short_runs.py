@@ -1,0 +1,54 @@
+"""A short run of each program that searches for faults; CONTRIBUTING.md has the long ones.
+
+That of `differing_hosts` is in `tests/parallel/test_agreement.py`.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(program: str, *arguments: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.programs.{program}", *arguments],
+        cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=1500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_fuzzed_command_lines_and_damaged_files_end_as_the_contract_says() -> None:
+    few = ("--lines", "60", "--files", "40", "--quick", "--workers", "1", "--longest", "60")
+    run("adversary", "--seed", "5", *few)
+
+
+@pytest.mark.processes
+def test_runs_that_are_killed_at_random_moments_lose_and_repeat_nothing() -> None:
+    run("soak", "--kills", "4", "--seed", "1", "--stores", "gs", "s3")
+
+
+@pytest.mark.processes
+def test_a_writer_that_was_stopped_for_longer_than_its_lease_changes_nothing() -> None:
+    run("soak", "--suspends", "1", "--seed", "1", "--stores", "s3")
+
+
+@pytest.mark.processes
+def test_a_run_that_loses_a_host_goes_on_with_the_others() -> None:
+    run("soak", "--losses", "1", "--seed", "1", "--stores", "local")
+
+
+@pytest.mark.processes
+def test_a_run_on_a_random_mesh_is_that_of_one_device() -> None:
+    run("meshes", "--runs", "1", "--seed", "16", "--load", "0")
+
+
+@pytest.mark.processes
+def test_reinforcement_learning_on_random_hosts_is_that_of_one_device() -> None:
+    run("pods", "--runs", "1", "--seed", "36")
