@@ -10,10 +10,20 @@ import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from maxbatch.commands.arguments import check_at_most, count, local_path, note
-from maxbatch.commands.import_config import axolotl, deepspeed, hf, maxtext, megatron, reading, shell, trl
+from maxbatch.commands.import_config import (
+    axolotl,
+    deepspeed,
+    hf,
+    maxtext,
+    maxtext_files,
+    megatron,
+    reading,
+    shell,
+    trl,
+)
+from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import (
     BESIDE,
     IGNORED,
@@ -44,23 +54,13 @@ from maxbatch.system.folding import folded, folded_rows, printable, terminal_wid
 _WIDEST = 44  # columns of a word or a value
 
 
-class _Format(Protocol):
-    """The module of a format."""
-
-    DEFAULTS: dict[str, str]
-
-    def translate(self, t: Translation, /) -> None:
-        """Takes the words of a config."""
-
-    def equation(self, t: Translation, /) -> tuple[str, str]:
-        """Returns the batch as an equation in their words and in ours."""
-
-
-FORMATS: Mapping[str, _Format] = {
-    "maxtext": maxtext, "hf": hf, "deepspeed": deepspeed, "axolotl": axolotl, "megatron": megatron, "trl": trl,
+FORMATS: Mapping[str, Format] = {
+    "maxtext": maxtext.FORMAT, "hf": hf.FORMAT, "deepspeed": deepspeed.FORMAT, "axolotl": axolotl.FORMAT,
+    "megatron": megatron.FORMAT, "trl": trl.FORMAT,
 }  # fmt: skip
 
-ANSWERED = ("verl",)  # recognised, and answered with what their words of a batch are here
+# Recognised by these words, and answered with what their words of a batch are here.
+ANSWERED = {"verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -123,7 +123,7 @@ def translated(
       command: which one of a shell file, from 1 on; None: the only one.
       devices: those that the other program runs on; None: unknown.
     """
-    words, notes = maxtext.read(path, command) if name == "maxtext" else (_read(path, command), [])
+    words, notes = maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
     if name == "hf" and trl.is_of_responses(words):
         name = "trl"
     if name in ANSWERED:
@@ -133,7 +133,7 @@ def translated(
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
     if name == "trl" and not reading.is_yaml(path) and (processes := shell.launched_processes(path, command)):
         words.setdefault(trl.PROCESSES, str(processes))
-    translation = Translation(words, form.DEFAULTS, name, devices)
+    translation = Translation(words, form.defaults, name, devices)
     form.translate(translation)
     translation.finish()
     return translation, notes
@@ -165,7 +165,7 @@ def _recognised(path: Path, command: int | None = None) -> str:
     for word in words:
         found.update(name for name in (*IMPORTED, *ANSWERED) if look_up(word, name) or _is_ours(word, name))
     found["maxtext"] += 3 if "base_config" in words else 0
-    for name, signs in _SIGNS.items():
+    for name, signs in (*((name, form.signs) for name, form in FORMATS.items()), *ANSWERED.items()):
         found[name] += 3 * sum(sign in words for sign in signs)
     if not found or not max(found.values()):
         raise ConfigError(f"{shown_path(path)}: no words of {', '.join((*FORMATS, *ANSWERED))}; works: name the format")
@@ -176,20 +176,12 @@ def _recognised(path: Path, command: int | None = None) -> str:
 
 
 _PER_DEVICE = ("trl",)  # formats that --devices is for
-_SIGNS = {
-    "hf": ("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
-    "deepspeed": ("train_micro_batch_size_per_gpu", "zero_optimization.stage", "train_batch_size"),
-    "axolotl": ("base_model", "datasets", "sequence_len", "sample_packing"),
-    "megatron": ("train_iters", "tensor_model_parallel_size", "lr_decay_style", "trainer.max_steps"),
-    "verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-    "maxtext": ("per_device_batch_size", "base_emb_dim", "base_output_directory"),
-}  # fmt: skip
 
 
 def _is_known(word: str, name: str) -> bool:
     """Returns whether a framework has a word; NeMo's are read with Megatron-LM's."""
     names = (name, BESIDE.get(name, name))
-    return word in FORMATS[name].DEFAULTS or _is_ours(word, name) or any(look_up(word, each) for each in names)
+    return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
 
 
 def _is_ours(word: str, name: str) -> bool:
