@@ -37,12 +37,6 @@ def _unknown_schedule(t: Translation, _: str) -> None:
     t.refuse("lr_schedule_type", "cosine, wsd or constant")  # also of prompts, whose rate is taken before
 
 
-def _texts(t: Translation, _: str) -> None:
-    for word in ("tokenize_train_data", "tokenize_eval_data"):
-        if t.is_true(word):
-            t.ignore(word, "data are text")  # also where dataset_type reads none
-
-
 def _profile(t: Translation, word: str) -> None:
     first, count = t.number("skip_first_n_steps_for_profiler"), t.number("profiler_steps")
     start = int(first if first is not None else 1)
@@ -138,7 +132,6 @@ FORMAT = Format(
         "data": lambda t, _: translate_data(t),
         "run_dir": _run_dir,
         "unknown_schedule": _unknown_schedule,
-        "texts": _texts,
         "profile": _profile,
         "tensors": _tensors,
         "repeats": _repeats,

@@ -20,10 +20,11 @@ recognised by, and `words` the rows, in the order in which the words are taken:
            > NAME                 another name of a word
            assume WORD=VALUE ...  further defaults of the other program
            drop                   a default that does not apply
-           @NAME                  a section of the table, or a function, that takes the word
+           @NAME ...              sections of the table, or functions, that take the word
 
-Rows without an empty line between them are alternatives: a word takes the first row that holds. Words in no row are
-taken by the table of words (`maxbatch/config/words/words.txt`).
+Consecutive rows of the same word, rows of patterns and rows of no word are alternatives: a word takes the first row that
+holds. An empty line parts them. A word is taken once; words in no row are taken by the table of words
+(`maxbatch/config/words/words.txt`).
 """
 
 from __future__ import annotations
@@ -122,10 +123,11 @@ class Format:
         kind, _, rest = row.here.partition(" ")
         why = _NAME.sub(lambda found: shown(t.text(found[1] or word)), row.why)
         if kind.startswith("@"):
-            if kind[1:] in self.rules:
-                self.rules[kind[1:]](t, word)
-            else:
-                self.translate(t, kind[1:])
+            for name in row.here.replace("@", "").split():
+                if name in self.rules:
+                    self.rules[name](t, word)
+                else:
+                    self.translate(t, name)
         elif kind.startswith("only"):
             if t.text(word).lower() in rest.replace("empty", "").split(", "):
                 t.ignore(word, f"{shown(t.text(word)) or 'empty'}: that is so here")
@@ -200,8 +202,23 @@ def _settings(text: str) -> dict[str, str]:
 
 
 def _blocks(text: str) -> list[list[Row]]:
-    """Returns the rows of a section, by the empty lines between them."""
-    return [[_row(line) for line in block.strip().split("\n")] for block in re.split(r"\n\s*\n", text) if block.strip()]
+    """Returns the rows of a section, alternatives together."""
+    blocks: list[list[Row]] = []
+    is_next = False
+    for line in text.strip().split("\n"):
+        row = _row(line) if line else None
+        if row and is_next and _is_alternative(blocks[-1], row):
+            blocks[-1].append(row)
+        elif row:
+            blocks.append([row])
+        is_next = row is not None
+    return blocks
+
+
+def _is_alternative(block: list[Row], row: Row) -> bool:
+    words = {word for each in block for word in each.words}
+    are_patterns = all(any("*" in word for word in each) for each in (words, row.words))
+    return are_patterns or not (words or row.words) or not words.isdisjoint(row.words)
 
 
 def _row(line: str) -> Row:
