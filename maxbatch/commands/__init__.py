@@ -34,7 +34,7 @@ COMMANDS: dict[str, Command] = {
          "maxbatch config per_device_batch_size")),
     "import": Command(
         "maxbatch.commands.import_config.command",
-        "Convert a config of MaxText, Hugging Face, DeepSpeed, Axolotl, Megatron, TRL, verl or NeMo.",
+        "Convert a config of MaxText, Hugging Face, DeepSpeed, Axolotl, Megatron, TRL or NeMo.",
         "FORMAT FILE [--output FILE] [--command N] [--skip-unsupported]",
         ("maxbatch import maxtext llama2_7b.yml --output run.yml",
          "maxbatch import auto pretrain.sh --skip-unsupported")),

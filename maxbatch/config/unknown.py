@@ -26,7 +26,7 @@ from maxbatch.system.errors import ConfigError
 _MOST_ANSWERS = 40
 _ALIKE = 0.75  # of two parts of a name
 _THREE_BATCHES = ("batch_size", "b")  # words that frameworks mean in three ways
-IMPORTED = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl", "verl")  # what `maxbatch import` reads
+IMPORTED = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl")  # what `maxbatch import` reads
 
 
 Settled = Callable[[Mapping[str, Mapping[str, str]]], Mapping[str, Value] | None]

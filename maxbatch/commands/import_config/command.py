@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import shlex
 import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
 from maxbatch.commands.arguments import check_at_most, count, local_path, note
-from maxbatch.commands.import_config import axolotl, deepspeed, hf, maxtext, megatron, reading, shell, trl, verl
+from maxbatch.commands.import_config import (
+    axolotl,
+    deepspeed,
+    hf,
+    maxtext,
+    maxtext_files,
+    megatron,
+    reading,
+    shell,
+    trl,
+)
+from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import (
     BESIDE,
     IGNORED,
@@ -26,6 +37,7 @@ from maxbatch.commands.import_config.translation import (
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
+from maxbatch.config.sections import PromptBatchConfig
 from maxbatch.config.unknown import IMPORTED
 from maxbatch.config.values import TEXTS, shown, shown_path
 from maxbatch.config.words import FRAMEWORKS, look_up
@@ -42,27 +54,18 @@ from maxbatch.system.folding import folded, folded_rows, printable, terminal_wid
 _WIDEST = 44  # columns of a word or a value
 
 
-class _Format(Protocol):
-    """The module of a format."""
-
-    DEFAULTS: dict[str, str]
-
-    def translate(self, t: Translation, /) -> None:
-        """Takes the words of a config."""
-
-    def equation(self, t: Translation, /) -> tuple[str, str]:
-        """Returns the batch as an equation in their words and in ours."""
-
-
-FORMATS: Mapping[str, _Format] = {
-    "maxtext": maxtext, "hf": hf, "deepspeed": deepspeed, "axolotl": axolotl, "megatron": megatron, "trl": trl,
-    "verl": verl,
+FORMATS: Mapping[str, Format] = {
+    "maxtext": maxtext.FORMAT, "hf": hf.FORMAT, "deepspeed": deepspeed.FORMAT, "axolotl": axolotl.FORMAT,
+    "megatron": megatron.FORMAT, "trl": trl.FORMAT,
 }  # fmt: skip
+
+# Recognised by these words, and answered with what their words of a batch are here.
+ANSWERED = {"verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size")}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch import`."""
-    formats = (*FORMATS, "nemo", "auto")
+    formats = (*FORMATS, *ANSWERED, "nemo", "auto")
     parser.add_argument("format", metavar="FORMAT", help=f"whose config: {', '.join(formats)}")
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
     output = "where to write the config (default maxbatch.yml); never over a file"
@@ -72,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     one = "which command of a shell file is read, from 1 on, where several train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
-    devices = "processes that TRL or verl runs on, one for each device; its batch or its passes are counted on each"
+    devices = "processes that TRL runs on, one for each device; its batch is counted on each"
     parser.add_argument("--devices", metavar="N", type=count, help=devices)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
 
@@ -80,9 +83,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Translates a config, prints how its words were converted and writes it; returns the exit code."""
     path, output = Path(args.file), Path(args.output)
-    if args.format not in (*FORMATS, "nemo", "auto"):
+    if args.format not in (formats := (*FORMATS, *ANSWERED, "nemo", "auto")):
         works = f"works: maxbatch import auto {shown_path(path)}"
-        raise ConfigError(f"{shown(args.format)}: must be one of {', '.join(FORMATS)}, nemo, auto; {works}")
+        raise ConfigError(f"{shown(args.format)}: must be one of {', '.join(formats)}; {works}")
     _refuse_existing(output)
     reading.text_of(path)
     if args.command is not None and reading.is_yaml(path):
@@ -120,18 +123,33 @@ def translated(
       command: which one of a shell file, from 1 on; None: the only one.
       devices: those that the other program runs on; None: unknown.
     """
-    words, notes = maxtext.read(path, command) if name == "maxtext" else (_read(path, command), [])
+    words, notes = maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
     if name == "hf" and trl.is_of_responses(words):
         name = "trl"
+    if name in ANSWERED:
+        raise ConfigError(f"{shown_path(path)}: {_answer(name, words)}")
     form = FORMATS[name]
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
     if name == "trl" and not reading.is_yaml(path) and (processes := shell.launched_processes(path, command)):
         words.setdefault(trl.PROCESSES, str(processes))
-    translation = Translation(words, form.DEFAULTS, name, devices)
+    translation = Translation(words, form.defaults, name, devices)
     form.translate(translation)
     translation.finish()
     return translation, notes
+
+
+def _answer(name: str, words: Mapping[str, Stated]) -> str:
+    """Returns what the words of a batch mean here, for a framework whose configs are not converted."""
+    batch = {key.name for key in PromptBatchConfig.declared()}
+    rows = {word: row for word in words if (row := look_up(word, name)) and not batch.isdisjoint(row.keys)}
+    said = "; ".join(f"{shown(word)}={shown(_text(words[word]))} {row.answer()}" for word, row in rows.items())
+    rule = f"a config of {FRAMEWORKS[name]} is not converted; its batch here: {said or 'none is stated'}"
+    return f"{rule}; maxbatch plan rl --words prints the same words for a batch of ours"
+
+
+def _text(value: Stated) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def _read(path: Path, command: int | None) -> dict[str, Stated]:
@@ -145,33 +163,25 @@ def _recognised(path: Path, command: int | None = None) -> str:
     words = _read(path, command)
     found: Counter[str] = Counter()
     for word in words:
-        found.update(name for name in IMPORTED if look_up(word, name) or _is_ours(word, name))
+        found.update(name for name in (*IMPORTED, *ANSWERED) if look_up(word, name) or _is_ours(word, name))
     found["maxtext"] += 3 if "base_config" in words else 0
-    for name, signs in _SIGNS.items():
+    for name, signs in (*((name, form.signs) for name, form in FORMATS.items()), *ANSWERED.items()):
         found[name] += 3 * sum(sign in words for sign in signs)
     if not found or not max(found.values()):
-        raise ConfigError(f"{shown_path(path)}: no words of {', '.join(FORMATS)}; works: name the format")
-    name = max(IMPORTED, key=lambda name: found[name])
+        raise ConfigError(f"{shown_path(path)}: no words of {', '.join((*FORMATS, *ANSWERED))}; works: name the format")
+    name = max((*IMPORTED, *ANSWERED), key=lambda name: found[name])
     if name in ("hf", "trl"):
         return "trl" if trl.is_of_responses(words) else "hf"
     return "megatron" if name == "nemo" else name
 
 
-_PER_DEVICE = ("trl", "verl")  # formats that --devices is for
-_SIGNS = {
-    "hf": ("per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type"),
-    "deepspeed": ("train_micro_batch_size_per_gpu", "zero_optimization.stage", "train_batch_size"),
-    "axolotl": ("base_model", "datasets", "sequence_len", "sample_packing"),
-    "megatron": ("train_iters", "tensor_model_parallel_size", "lr_decay_style", "trainer.max_steps"),
-    "verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-    "maxtext": ("per_device_batch_size", "base_emb_dim", "base_output_directory"),
-}  # fmt: skip
+_PER_DEVICE = ("trl",)  # formats that --devices is for
 
 
 def _is_known(word: str, name: str) -> bool:
     """Returns whether a framework has a word; NeMo's are read with Megatron-LM's."""
     names = (name, BESIDE.get(name, name))
-    return word in FORMATS[name].DEFAULTS or _is_ours(word, name) or any(look_up(word, each) for each in names)
+    return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
 
 
 def _is_ours(word: str, name: str) -> bool:

@@ -1,31 +1,30 @@
-"""The form of MaxText's layers: its decoder blocks, activations and RoPE, where their values differ from ours."""
+"""Rules of MaxText's table on the model: its presets, dimensions, blocks and RoPE."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
+from maxbatch.commands.import_config.maxtext_files import presets
+from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import KEYS
 
-_OF_IMAGES = ("vision_encoder_block", "image_placeholder", "freeze_vision_encoder_params", "vision_output_dim_for_vit")
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
-# Blocks whose windows are a pattern of the layers that attention_type does not state there.
-_PATTERNS = {name: FAMILIES[name].attention_type for name in ("gemma2", "gemma3")}
 _NORMALISING = tuple(name for name, family in FAMILIES.items() if family.always_normalises)
-_POST_NORMS = ("use_post_attn_norm", "use_post_ffw_norm")
 _YARN_DEFAULTS = {
     "rope_factor": "40", "beta_fast": "32", "beta_slow": "1", "original_max_position_embeddings": "4096",
     "rope_truncate": "true", "rope_attention_scaling": "false",
 }  # fmt: skip
-# Llama 3.1's RoPE, with numbers from MaxText's code.
-_LLAMA3_ROPE = {
-    "rope_type": "llama3.1", "rope_factor": "8", "rope_low_freq_factor": "1", "rope_high_freq_factor": "4",
-    "original_max_position_embeddings": "8192",
-}  # fmt: skip
 _ACTIVATIONS = next(key.choices for key in KEYS if key.name == "mlp_activations")
+_DEFAULTS = {
+    "base_emb_dim": "2048", "base_num_query_heads": "16", "base_num_kv_heads": "16", "base_mlp_dim": "7168",
+    "base_num_decoder_layers": "16", "head_dim": "128", "vocab_size": "32000", "logits_via_embedding": "false",
+    "normalization_layer_epsilon": "1e-5", "rope_max_timescale": "10000",
+}  # fmt: skip
 # Where its model of a name is another one than our preset.
-PRESET_DIFFERENCES = {
+_PRESET_DIFFERENCES = {
     "gemma2-2b": {"vocab_size": "256128"},
     "gemma2-9b": {"vocab_size": "256128"},
     "gemma3-4b": {"vocab_size": "262144"},
@@ -52,104 +51,63 @@ MODEL_CHOICES = {
 }  # fmt: skip
 
 
-def translate_form(t: Translation, is_preset: bool) -> None:
-    """Takes the words of a layer's form; the rest of a block comes from our preset."""
-    block = t.text("decoder_block")
-    _family(t, block)
-    if block in _PATTERNS:
-        _gemma(t, block, is_preset)
-    elif block in _LLAMA_BLOCKS:
-        t.ignore("decoder_block", "llama's block is the default")
-    elif block == "gpt_oss":
-        _gpt_oss(t)
-    elif block == "deepseek":
-        _deepseek(t)
-    elif block in _NORMALISING:
-        t.map("decoder_block", f"{block}'s block normalises the weights of experts", decoder_block=block)
-        t.settings["norm_topk_prob"] = "true"
-        if "norm_topk_prob" in t:
-            t.ignore("norm_topk_prob", f"{block}'s block always normalises")
-    _tied_logits(t, block)
-    _activations(t)
-    _rope(t)
-    if t.text("attention_type") == "global":
-        t.ignore("attention_type", "global is the default")
+def is_preset(t: Translation, _: str) -> bool:
+    """Returns whether the model is one of our presets."""
+    return t.text("model_name") in presets()
 
 
-def _family(t: Translation, block: str) -> None:
-    """Refuses models of other families by their names."""
-    if "decoder_block" in t and block not in (*_LLAMA_BLOCKS, *FAMILIES):
-        t.refuse("decoder_block", f"the family {block}; there are {', '.join(FAMILIES)}", is_essential=True)
-    if t.is_true("use_multimodal"):
-        t.refuse("use_multimodal", "text only", is_essential=True)
-    else:
-        for word in t.left():
-            if word.endswith("_for_vit") or word in _OF_IMAGES:
-                t.ignore(word, "use_multimodal=false: text alone is read")
+def _preset(t: Translation, word: str) -> None:
+    name = t.text(word)
+    t.map(word, "our preset of these dimensions", model_name=name, **_PRESET_DIFFERENCES.get(name, {}))
 
 
-def _gpt_oss(t: Translation) -> None:
-    """Takes the form that gpt_oss's block always has here, and that its file has to state there."""
+def _dimensions(t: Translation, _: str) -> None:
+    for word, default in _DEFAULTS.items():
+        if word not in t:
+            t.settings.setdefault(word, default)
+    _scale(t)
+
+
+def _scale(t: Translation) -> None:
+    """Takes the factor of all dimensions: powers of 2 in turn for heads and MLP, for the width, and for the layers."""
+    scale = t.number("global_parameter_scale") or 1.0
+    if scale <= 1:
+        return
+    if not scale.is_integer() or int(scale) & (int(scale) - 1):
+        t.refuse("global_parameter_scale", "a power of 2", is_essential=True)
+        return
+    each, rest = divmod(int(scale).bit_length() - 1, 3)
+    heads, width = each + (rest > 0), each + (rest > 1)
+    powers = {"base_emb_dim": width, "base_num_query_heads": heads, "base_num_kv_heads": heads, "base_mlp_dim": heads,
+              "base_num_decoder_layers": each}  # fmt: skip
+    scaled: dict[str, str] = {}
+    for word, power in powers.items():
+        number = t.number(word) if word in t else float(_DEFAULTS[word])
+        if number is None or not number.is_integer():
+            t.refuse(word, "a whole number", is_essential=True)
+            return
+        scaled[word] = str(int(number) << power)
+        if word in t:
+            t.map(word, f"x {1 << power} by global_parameter_scale", **{word: scaled[word]})
+    t.map("global_parameter_scale", **scaled)
+
+
+def _no_family(t: Translation, word: str) -> None:
+    t.refuse(word, f"the family {t.text(word)}; there are {', '.join(FAMILIES)}", is_essential=True)
+
+
+def _pattern(t: Translation, word: str) -> None:
+    """Takes a block whose windows are a pattern of the layers that attention_type does not state there."""
+    block = t.text(word)
+    t.map(word, decoder_block=block, attention_type=FAMILIES[block].attention_type)
+
+
+def _sinks(t: Translation, word: str) -> None:
     pattern = FAMILIES["gpt_oss"].attention_type
-    t.map("decoder_block", decoder_block="gpt_oss", attention_type=pattern, norm_topk_prob="true")
-    t.ignore("attention_type", "gpt_oss's block has a pattern of its own")
-    t.ignore("norm_topk_prob", "gpt_oss's block always normalises")
-    for word in ("attention_sink", "attention_bias", "mlp_bias", "routed_bias"):
-        if t.is_true(word):
-            t.ignore(word, "gpt_oss's block has it")
-        else:
-            t.refuse(word, "true, as gpt_oss's block has it", is_essential=True)
-    t.settings |= {"attention_bias": "true", "attention_out_bias": "true"}
-    if _activation(t) == "sigmoid,linear":
-        t.ignore("mlp_activations", "gpt_oss's block has them")
-    for word, has in (
-        ("mlp_activations_limit", FAMILIES["gpt_oss"].expert_limit),
-        ("inhomogeneous_layer_cycle_interval", 2),
-    ):
-        if t.number(word) == has:
-            t.ignore(word, "gpt_oss's block has it")
-        else:
-            t.refuse(word, f"{has:g}, as gpt_oss's block has it", is_essential=True)
+    t.map(word, decoder_block="gpt_oss", attention_type=pattern, norm_topk_prob="true")
 
 
-def _deepseek(t: Translation) -> None:
-    """Takes the form of DeepSeek's block: its other words are keys here too."""
-    t.map("decoder_block", decoder_block="deepseek")
-    if t.text("attention_type") == "mla":
-        t.ignore("attention_type", "deepseek's block has latent attention")
-    else:
-        t.refuse("attention_type", "mla, as deepseek's block has it", is_essential=True)
-    if t.text("rope_interleave", "true").lower() == "true":
-        t.ignore("rope_interleave", "deepseek's block rotates pairs of neighbours")
-    else:
-        t.refuse("rope_interleave", "true, as deepseek's block has it", is_essential=True)
-    if t.text("routed_score_func") == "sigmoid":
-        why = "its weights are divided by their sum there"
-        t.map("routed_score_func", why, routed_score_func="sigmoid", norm_topk_prob="true")
-        t.ignore("norm_topk_prob", "sigmoid scores are always divided by their sum")
-    stated, original = (t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings"))
-    if stated is not None and stated <= (original or 4096):
-        t.map("mscale", "scores do not grow where max_position_embeddings is the original length", mscale="0")
-
-
-def _gemma(t: Translation, block: str, is_preset: bool) -> None:
-    t.map("decoder_block", decoder_block=block, attention_type=_PATTERNS[block])
-    if FAMILIES[block].has_qk_norm:
-        t.settings["use_qk_norm"] = "true"
-        if "use_qk_norm" in t:
-            t.ignore("use_qk_norm", f"{block}'s block has it")
-    elif not is_preset or "base_num_decoder_layers" in t:
-        _double_layers(t)
-    if "attention_type" in t:
-        t.ignore("attention_type", f"{block}'s block has a pattern of its own")
-    for word in _POST_NORMS:
-        if t.is_true(word):
-            t.ignore(word, f"{block}'s block has it")
-        elif word in t or not is_preset:
-            t.refuse(word, f"true, as {block}'s block has it")
-
-
-def _double_layers(t: Translation) -> None:
+def _double_layers(t: Translation, _: str) -> None:
     stated = t.number("base_num_decoder_layers")
     pairs = float(t.settings.get("base_num_decoder_layers", "nan")) if stated is None else stated
     if pairs.is_integer():  # the table of words refuses others
@@ -157,70 +115,50 @@ def _double_layers(t: Translation) -> None:
         t.map("base_num_decoder_layers", why, base_num_decoder_layers=str(2 * int(pairs)))
 
 
-def _tied_logits(t: Translation, block: str) -> None:
-    """Takes the division of logits by sqrt(base_emb_dim), which MaxText makes by default where embeddings are tied."""
-    word = "normalize_embedding_logits"
-    is_tied = t.is_true("logits_via_embedding")
-    if word not in t:
-        if is_tied and block not in _PATTERNS:
-            why = f"with {word}, its default, MaxText also divides the logits by sqrt(base_emb_dim); here they are not"
-            t.map("logits_via_embedding", why, logits_via_embedding="true")
-    elif not is_tied:
-        t.ignore(word, "it is of embeddings that are tied")
-    elif block in _PATTERNS:
-        t.ignore(word, f"{block}'s embedding is scaled by as much")
-    elif t.is_true(word):
-        t.refuse(word, "false: logits are not divided here")
-    else:
-        t.ignore(word, "logits are not divided here")
-
-
-def _activations(t: Translation) -> None:
-    if "mlp_activations" not in t or not t.is_left("mlp_activations"):
-        return
+def _activations(t: Translation, word: str) -> None:
     stated = _activation(t)
     if stated == "silu,linear":
-        t.ignore("mlp_activations", "the gated MLP of llama is the default")
+        t.ignore(word, "the gated MLP of llama is the default")
     elif stated in _ACTIVATIONS:
-        t.map("mlp_activations", mlp_activations=stated)
+        t.map(word, mlp_activations=stated)
     else:
-        t.refuse("mlp_activations", f"one of {' | '.join(_ACTIVATIONS)}", is_essential=True)
+        t.refuse(word, f"one of {' | '.join(_ACTIVATIONS)}", is_essential=True)
 
 
 def _activation(t: Translation) -> str:
     return ",".join(re.findall(r"\w+", t.text("mlp_activations")))
 
 
-def _rope(t: Translation) -> None:
-    kind = t.text("rope_type", "default")
-    is_scaled = t.text("rope_use_scale", "true").lower() != "false"
-    if kind == "llama3.1" and is_scaled:
-        t.map("rope_type", **_LLAMA3_ROPE)
-    elif "rope_type" in t and kind in ("default", "llama3.1"):
-        t.ignore("rope_type", "RoPE that is not scaled is the default")
-    elif kind == "yarn":
-        _yarn(t)
-    elif "rope_type" in t:
-        t.refuse("rope_type", "default, llama3.1 or yarn", is_essential=True)
-    if "rope_use_scale" in t:
-        t.ignore("rope_use_scale", "it is of rope_type llama3.1, which is mapped")
-    for word in _YARN_DEFAULTS:
-        if word in t and t.is_left(word):
-            t.ignore(word, "it is of rope_type yarn")
-    factor = t.number("rope_linear_scaling_factor")
-    if factor is not None and factor > 1:
-        t.map("rope_linear_scaling_factor", rope_type="linear", rope_factor=t.text("rope_linear_scaling_factor"))
-    if t.number("rope_min_timescale") == 1:
-        t.ignore("rope_min_timescale", "1 is the default")
-
-
-def _yarn(t: Translation) -> None:
-    t.map("rope_type", rope_type="yarn")
-    for word, default in _YARN_DEFAULTS.items():
-        if word != "rope_attention_scaling":
-            t.settings[word] = default
-            t.map(word, **{word: t.text(word, default)})
-        elif t.is_true(word):
-            t.ignore(word, "0.1 ln(rope_factor) + 1 is the default")
+def _yarn(t: Translation, word: str) -> None:
+    t.map(word, rope_type="yarn")
+    for name, default in _YARN_DEFAULTS.items():
+        if name != "rope_attention_scaling":
+            t.settings[name] = default
+            t.map(name, **{name: t.text(name, default)})
+        elif t.is_true(name):
+            t.ignore(name, "0.1 ln(rope_factor) + 1 is the default")
         else:
-            t.map(word, "its default scales nothing", rope_attention_factor="1")
+            t.map(name, "its default scales nothing", rope_attention_factor="1")
+
+
+def _is_original_length(t: Translation, _: str) -> bool:
+    stated, original = (t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings"))
+    return stated is not None and stated <= (original or 4096)
+
+
+MODEL_RULES: Mapping[str, Rule] = {
+    "preset": _preset, "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern, "sinks": _sinks,
+    "double_layers": _double_layers, "activations": _activations, "yarn": _yarn,
+}  # fmt: skip
+MODEL_CONDITIONS: Mapping[str, Condition] = {
+    "is_preset": is_preset,
+    "is_own": lambda t, _: not is_preset(t, _),
+    "is_read": lambda t, word: t.is_read(word),
+    "is_unread": lambda t, word: not t.is_read(word),
+    "is_of_no_family": lambda t, word: t.text(word) not in (*_LLAMA_BLOCKS, *FAMILIES),
+    "is_normalising": lambda t, _: t.text("decoder_block") in _NORMALISING,
+    "is_sigmoid": lambda t, _: _activation(t) == "sigmoid,linear",
+    "is_scaled": lambda t, _: t.text("rope_use_scale", "true").lower() != "false",
+    "is_interleaved": lambda t, word: t.text(word, "true").lower() == "true",
+    "is_original_length": _is_original_length,
+}

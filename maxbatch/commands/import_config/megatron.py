@@ -1,22 +1,16 @@
-"""Arguments of Megatron-LM and configs of NeMo.
-
-Facts from Megatron-LM's `arguments.py` help texts and NeMo's documentation of its GPT configs.
-"""
+"""Arguments of Megatron-LM and configs of NeMo: the rules that their table names."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
-from maxbatch.commands.import_config.trainer_words import betas, optimizer, precision, seeds
+from maxbatch.commands.import_config.table import Format
+from maxbatch.commands.import_config.trainer_words import TRAINER
 from maxbatch.commands.import_config.translation import Translation, states_training
 from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import normal
 from maxbatch.config.words.convert import rampup_schedule
 
-DEFAULTS = {
-    "lr_decay_style": "linear", "weight_decay": "0.01", "clip_grad": "1.0", "adam_beta1": "0.9", "adam_beta2": "0.999",
-    "adam_eps": "1e-8", "seed": "1234", "optimizer": "adam",
-}  # fmt: skip
 # NeMo's names for words of Megatron-LM, by the last name of their path.
 _NEMO = {
     "max_steps": "train_iters", "gradient_clip_val": "clip_grad", "encoder_seq_length": "seq_length",
@@ -32,22 +26,8 @@ _SCHEDULES = {"CosineAnnealing": "cosine", "cosine": "cosine", "constant": "cons
 _SCOPES = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": ""}
 
 
-def translate(t: Translation) -> None:
-    """Takes the arguments whose values differ from ours; NeMo's paths become Megatron-LM's arguments first."""
-    _from_nemo(t)
-    model_parallel = _mesh(t)
-    _batch(t, model_parallel)
-    total = _length(t)
-    _rates(t, total)
-    optimizer(t, "optimizer")
-    betas(t, "betas")
-    seeds(t, "seed", "")
-    _precision(t)
-    _model(t)
-    _data(t)
-
-
-def _from_nemo(t: Translation) -> None:
+def _nemo(t: Translation, _: str) -> None:
+    """Takes the paths of NeMo's as Megatron-LM's arguments."""
     for word in list(t.left()):
         if "." not in word or t.is_merged(word) or states_training(word):
             continue
@@ -59,17 +39,13 @@ def _from_nemo(t: Translation) -> None:
             t.rename(word, name)
 
 
-def _mesh(t: Translation) -> int:
-    """Takes the model-parallel sizes; returns the devices of a replica without its pipeline."""
-    tensor, context = (int(t.number(word) or 1) for word in ("tensor_model_parallel_size", "context_parallel_size"))
-    return tensor * context
-
-
-def _batch(t: Translation, in_stage: int) -> None:
+def _batch(t: Translation, _: str) -> None:
     """Takes micro-batch, global batch and ramp.
 
     A micro-batch there is one of the pipeline's. Here a pass holds one for each stage, and p counts rows of a device.
     """
+    tensor, context = (int(t.number(word) or 1) for word in ("tensor_model_parallel_size", "context_parallel_size"))
+    in_stage = tensor * context
     micro, batch = t.number("micro_batch_size"), t.text("global_batch_size")
     if micro:
         rows = plain_number(Fraction(int(micro), in_stage))
@@ -99,22 +75,25 @@ def _batch(t: Translation, in_stage: int) -> None:
         t.map("global_batch_size", "kept on any number of devices", global_batch_size=batch)
     elif micro:
         t.settings["gradient_accumulation_steps"] = "1"
-    accumulate = t.number("accumulate_grad_batches")
-    if accumulate == 1:
-        t.ignore("accumulate_grad_batches", "the global batch says it")
 
 
-def _length(t: Translation) -> tuple[str, float] | None:
-    """Takes the run's length; returns its unit (iters or samples) and its number."""
-    for word, unit, ours in (("train_samples", "samples", "train_samples"), ("train_iters", "iters", "steps")):
-        number = t.number(word)
-        if number:
+_LENGTHS = (("train_samples", "samples", "train_samples"), ("train_iters", "iters", "steps"))
+
+
+def _total(t: Translation) -> tuple[str, float] | None:
+    """Returns the unit of a run's length (iters or samples) and its number."""
+    return next(((unit, number) for word, unit, _ in _LENGTHS if (number := t.number(word))), None)
+
+
+def _length(t: Translation, _: str) -> None:
+    """Takes the run's length."""
+    for word, unit, ours in _LENGTHS:
+        if (total := _total(t)) and total[0] == unit:
             t.map(word, **{ours: t.text(word)})
-            return unit, number
-    return None
 
 
-def _rates(t: Translation, total: tuple[str, float] | None) -> None:
+def _rates(t: Translation, _: str) -> None:
+    total = _total(t)
     share = _warmup(t, total)
     peak, last = t.number("lr"), t.number("min_lr")
     if peak and last is not None and "min_lr" in t:
@@ -156,22 +135,8 @@ def _warmup(t: Translation, total: tuple[str, float] | None) -> float:
     return 0.0
 
 
-def _precision(t: Translation) -> None:
-    kind = t.text("precision").lower()
-    if kind:
-        is_half = "16" in kind
-        t.map("precision", dtype="bfloat16" if is_half else "float32", weight_dtype="float32")
-    else:
-        precision(t)
-    granularity = t.text("recompute_granularity") or t.text("activations_checkpoint_granularity")
-    for word in ("recompute_granularity", "activations_checkpoint_granularity"):
-        if word in t:
-            t.map(word, remat_policy="full" if granularity == "full" else "minimal")
-    if t.is_true("recompute_activations"):
-        t.map("recompute_activations", remat_policy="minimal")
-
-
-def _model(t: Translation) -> None:
+def _dimensions(t: Translation, _: str) -> None:
+    """Takes the dimensions that follow from others."""
     hidden, heads = t.number("hidden_size"), t.number("num_attention_heads")
     if heads and "num_query_groups" not in t:
         t.settings["base_num_kv_heads"] = str(int(heads))
@@ -181,60 +146,23 @@ def _model(t: Translation) -> None:
         # Its default: 4 x hidden, or the same parameters in the three matrices of a gated MLP.
         width = int(4 * hidden * 2 / 3) // 64 * 64 if "swiglu" in t else int(4 * hidden)
         t.settings["base_mlp_dim"] = str(width)
-    if "untie_embeddings_and_output_weights" in t:
-        tied = "false" if t.is_true("untie_embeddings_and_output_weights") else "true"
-        t.map("untie_embeddings_and_output_weights", "its opposite", logits_via_embedding=tied)
-    if t.is_true("group_query_attention"):
-        t.ignore("group_query_attention", "num_query_groups says it")
-    if "use_flash_attn" in t:
-        t.ignore("use_flash_attn", "attention=auto takes the kernel that the devices have")
-    if t.text("position_embedding_type") in ("rope", ""):
-        t.ignore("position_embedding_type", "RoPE") if "position_embedding_type" in t else None
-    elif "position_embedding_type" in t:
-        t.refuse("position_embedding_type", "rope")
-    if "normalization" in t:
-        if t.text("normalization").lower() == "rmsnorm":
-            t.ignore("normalization", "RMSNorm")
-        else:
-            t.refuse("normalization", "RMSNorm")
-    _experts(t)
-    if "pipeline_model_parallel_size" in t and (t.number("pipeline_model_parallel_size") or 1) > 1:
-        t.map("pipeline_model_parallel_size", "its micro-batches are the pipeline's parts of a pass",
-              ici_pipeline_parallelism=t.text("pipeline_model_parallel_size"))  # fmt: skip
 
 
-def _experts(t: Translation) -> None:
+def _family(t: Translation, _: str) -> None:
     """Takes the experts, whose router is Mixtral's unless it normalises the scores of all experts first.
 
     Each layer adds its losses there (`router.py`); here they are a mean over the layers.
     """
     word = "num_experts" if "num_experts" in t else "num_moe_experts"
-    if (t.number(word) or 1) <= 1:
-        return
     is_first = t.is_true("moe_router_pre_softmax")
     family, why = (
         ("olmoe", "weights that are not normalised") if is_first else ("mixtral", "weights of the chosen alone")
     )
     form = {"decoder_block": family, "norm_topk_prob": "false" if is_first else "true"}
     t.map(word, f"in the form of {family}: {why}", num_experts=t.text(word), **form)
-    if "moe_router_pre_softmax" in t:
-        t.ignore("moe_router_pre_softmax", f"{family}'s router")
-    t.settings["num_experts_per_tok"] = "2"
-    for theirs, ours in (
-        ("moe_router_topk", "num_experts_per_tok"), ("moe_ffn_hidden_size", "base_moe_mlp_dim"),
-        ("expert_model_parallel_size", "ici_expert_parallelism"), ("moe_expert_capacity_factor", "capacity_factor"),
-    ):  # fmt: skip
-        if theirs in t:
-            t.map(theirs, **{ours: t.text(theirs)})
-    _router_losses(t)
-    if t.is_true("moe_router_enable_expert_bias"):
-        rate = t.text("moe_router_bias_update_rate", "1e-3")
-        t.map("moe_router_enable_expert_bias", routed_bias="true", routed_bias_update_rate=rate)
-        if "moe_router_bias_update_rate" in t:
-            t.map("moe_router_bias_update_rate", routed_bias_update_rate=rate)
 
 
-def _router_losses(t: Translation) -> None:
+def _losses(t: Translation, _: str) -> None:
     kind, layers = t.text("moe_router_load_balancing_type", "aux_loss"), t.number("num_layers")
     scope = _SCOPES.get(kind)
     if scope is None:
@@ -252,37 +180,35 @@ def _router_losses(t: Translation) -> None:
         t.map("moe_z_loss_coeff", why, router_z_loss_weight=f"{squares * layers:.12g}")
 
 
-def _data(t: Translation) -> None:
-    parts = t.text("split").replace(" ", "").split(",")
-    if "split" in t and all(part.replace(".", "", 1).isdigit() for part in parts):
-        total = sum(map(Fraction, parts))
-        held_out = float(Fraction(parts[1]) / total) if len(parts) > 1 and total else 0.0
-        t.map("split", "the second part", eval_fraction=f"{held_out:.12g}")
-    items = t.items("data_path")
+def _parts(t: Translation, word: str) -> list[str]:
+    return t.text(word).replace(" ", "").split(",")
+
+
+def _split(t: Translation, word: str) -> None:
+    parts = _parts(t, word)
+    total = sum(map(Fraction, parts))
+    held_out = float(Fraction(parts[1]) / total) if len(parts) > 1 and total else 0.0
+    t.map(word, "the second part", eval_fraction=f"{held_out:.12g}")
+
+
+def _data(t: Translation, word: str) -> None:
+    items = t.items(word)
     items = items[0].split() if len(items) == 1 else items
+    path = ";".join(items)
     if len(items) > 1 and len(items) % 2 == 0:
         pairs = zip(items[1::2], items[::2], strict=True)
         path = ";".join(f"{name},{weight}" for name, weight in pairs)
-    else:
-        path = ";".join(items)
-    if items:
-        step = "the same text as jsonl at that path, or a store of maxbatch prepare; its .bin and .idx are not read"
-        t.need("data_path", step, dataset_path=path, dataset_type="jsonl")
-    kind = t.text("tokenizer_type")
-    if kind and "tokenizer_model" in t:
-        ours = "sentencepiece" if "entence" in kind or kind.startswith("Llama2") else "huggingface"
-        t.map("tokenizer_type", tokenizer_type=ours)
-    elif kind:
-        t.refuse("tokenizer_type", "a tokenizer's file: tokenizer_model", is_essential=True)
-    if "load" in t and t.text("load") == t.text("save"):
-        t.ignore("load", "a checkpoint in run_dir is resumed by itself")
-    for word in ("load", "pretrained_checkpoint"):
-        if word in t and t.is_left(word):
-            why = "Megatron's checkpoints are not read; a Hugging Face folder is, by load_parameters_path"
-            t.refuse(word, why, is_essential=True)
+    step = "the same text as jsonl at that path, or a store of maxbatch prepare; its .bin and .idx are not read"
+    t.need(word, step, dataset_path=path, dataset_type="jsonl")
 
 
-def equation(t: Translation) -> tuple[str, str]:
+def _tokenizer(t: Translation, word: str) -> None:
+    kind = t.text(word)
+    ours = "sentencepiece" if "entence" in kind or kind.startswith("Llama2") else "huggingface"
+    t.map(word, tokenizer_type=ours)
+
+
+def _equation(t: Translation) -> tuple[str, str]:
     """Returns the batch as an equation in Megatron's words and in ours."""
     p = t.settings.get("per_device_batch_size", "?")
     batch = t.settings.get("global_batch_size") or t.settings.get("batch_size_schedule", "")
@@ -293,3 +219,23 @@ def equation(t: Translation) -> tuple[str, str]:
     there = f"global batch {batch} = micro-batch-size {micro} x data-parallel size x microbatches"
     name = "global_batch_size" if "global_batch_size" in t.settings else "batch_size_schedule"
     return there, f"{name} {batch}, in passes of at most per_device_batch_size {p} x devices"
+
+
+FORMAT = Format(
+    "megatron",
+    _equation,
+    {
+        "nemo": _nemo, "batch": _batch, "length": _length, "rates": _rates, "dimensions": _dimensions,
+        "family": _family, "losses": _losses, "split": _split, "data": _data, "tokenizer": _tokenizer,
+    },
+    {
+        "is_half": lambda t, word: "16" in t.text(word),
+        "is_full": lambda t, _: (
+            (t.text("recompute_granularity") or t.text("activations_checkpoint_granularity")) == "full"
+        ),
+        "is_rmsnorm": lambda t, word: t.text(word).lower() == "rmsnorm",
+        "is_of_numbers": lambda t, word: all(part.replace(".", "", 1).isdigit() for part in _parts(t, word)),
+        "is_saved_there": lambda t, word: t.text(word) == t.text("save"),
+    },
+    TRAINER,
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Words that several trainers share: batch per device, length, rates, optimizer, precision, LoRA, times to save."""
+"""Rules that the tables of several trainers name: length, rates, optimizer, seeds, LoRA, times to evaluate."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 
+from maxbatch.commands.import_config.table import Equation, Format
 from maxbatch.commands.import_config.translation import Translation
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "onebitadam": "",
@@ -14,26 +15,24 @@ _TARGETS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "ou
             "up_proj": "up", "down_proj": "down"}  # fmt: skip
 
 
-def batch_per_device(t: Translation, word: str, differs: str = "") -> None:
-    t.map(word, f"rows of a device in one pass{differs}", per_device_batch_size=t.text(word))
-    if t.text("gradient_accumulation_steps"):
-        t.map("gradient_accumulation_steps", gradient_accumulation_steps=t.text("gradient_accumulation_steps"))
+def steps_of(t: Translation) -> float | None:
+    """Returns the updates of a run, if they are stated."""
+    number = t.number("max_steps")
+    return number if number is not None and number > 0 else None
 
 
-def length(t: Translation, steps: str, epochs: str) -> float | None:
-    """Takes the length of the run; returns its updates, if they are stated."""
-    number = t.number(steps)
-    if number is not None and number > 0:
-        t.map(steps, steps=t.text(steps))
+def length(t: Translation, epochs: str) -> None:
+    """Takes the length of the run."""
+    if steps_of(t) is not None:
+        t.map("max_steps", steps=t.text("max_steps"))
         if epochs in t:
-            t.ignore(epochs, f"{steps} says the length")
+            t.ignore(epochs, "max_steps says the length")
         else:
             t.drop(epochs)
-        return number
-    if steps in t:
-        t.ignore(steps, "the epochs say the length")
+        return
+    if "max_steps" in t:
+        t.ignore("max_steps", "the epochs say the length")
     t.map(epochs, num_epochs=t.text(epochs))
-    return None
 
 
 def rates(t: Translation, word: str, steps: float | None, whole: Callable[[float], int]) -> None:
@@ -107,57 +106,21 @@ def betas(t: Translation, word: str) -> None:
         t.refuse(word, "two numbers")
 
 
-def seeds(t: Translation, word: str, of_data: str) -> None:
-    """Takes the seeds of the parameters and of the data's order."""
+def seeds(t: Translation, word: str) -> None:
+    """Takes the seed of the parameters and of the data's order; Hugging Face's data may have one of their own."""
     seed = t.text(word)
-    data = t.text(of_data) if of_data and of_data in t else seed
+    data = t.text("data_seed") if t.framework in ("hf", "trl") and "data_seed" in t else seed
     t.map(word, init_weights_seed=seed, data_shuffle_seed=data)
 
 
-def precision(t: Translation) -> None:
-    """Takes bf16 and fp16: float32 parameters, computed in bfloat16."""
-    asked = False
-    for word, why in (("bf16", ""), ("fp16", "bfloat16 needs no loss scale")):
-        if t.is_true(word) or (word in t and t.text(word) in ("auto", "full")):
-            t.map(word, why, dtype="bfloat16", weight_dtype="float32")
-            asked = True
-        elif word in t:
-            t.ignore(word, "false says nothing")
-    if not asked:
-        t.settings |= {"dtype": "float32", "weight_dtype": "float32"}
-    if "gradient_checkpointing" in t:
-        policy = "none" if t.text("gradient_checkpointing").lower() == "false" else "full"
-        t.map("gradient_checkpointing", remat_policy=policy)
-
-
-def when(t: Translation) -> None:
-    """Takes when it evaluates and saves, which change nothing that is trained."""
-    every = {word: t.text(word) for word in ("eval_steps", "save_steps", "logging_steps")}
-    evaluates, saves = t.text("eval_strategy"), t.text("save_strategy")
-    for word, ours in (("save_steps", "checkpoint_period"), ("logging_steps", "log_period")):
-        number = t.number(word)
-        if number is not None and number >= 1:
-            t.map(word, **{ours: str(int(number))})
-        elif every[word]:
-            t.ignore(word, "a share of the run; it changes nothing that is trained")
-    if saves == "no":
-        t.map("save_strategy", enable_checkpointing="false")
-    elif "save_strategy" in t:
-        t.ignore("save_strategy", "checkpoint_period says when")
-    period = t.number("eval_steps") or t.number("logging_steps")
-    if evaluates == "steps" or (not evaluates and "eval_steps" in t):
-        t.map("eval_strategy" if evaluates else "eval_steps", eval_interval=str(max(1, int(period or 1))))
-    elif evaluates:
-        t.map("eval_strategy", "" if evaluates == "no" else "eval_interval says when", eval_interval="-1")
-    if "eval_steps" in t and t.is_left("eval_steps"):
-        t.ignore("eval_steps", "eval_interval says when")
-    for word in ("evals_per_epoch", "saves_per_epoch"):
-        if word in t:
-            t.ignore(word, "eval_interval and checkpoint_period count updates; it changes nothing that is trained")
-    if "eval_batch_size" in t:
-        t.map("eval_batch_size", eval_per_device_batch_size=t.text("eval_batch_size"))
-    if "resume_from_checkpoint" in t:
-        t.ignore("resume_from_checkpoint", "a checkpoint in run_dir is resumed by itself")
+def _evaluation(t: Translation, word: str) -> None:
+    """Takes when it evaluates, which changes nothing that is trained."""
+    strategy = t.text("eval_strategy")
+    if strategy == "steps" or (not strategy and "eval_steps" in t):
+        period = t.number("eval_steps") or t.number("logging_steps") or 1
+        t.map("eval_strategy" if strategy else "eval_steps", eval_interval=str(max(1, int(period))))
+    elif strategy:
+        t.map("eval_strategy", "" if strategy == "no" else "eval_interval says when", eval_interval="-1")
 
 
 def adapters(t: Translation, is_on: bool, switch: str, defaults: Mapping[str, str]) -> None:
@@ -196,13 +159,25 @@ def adapters(t: Translation, is_on: bool, switch: str, defaults: Mapping[str, st
             t.refuse(word, "adapters that are new, and that alone are trained", is_essential=True)
 
 
-def per_device_equation(t: Translation, p: str, g: str) -> tuple[str, str]:
-    """Returns the batch as an equation in their words and in ours."""
-    rows, steps = t.settings.get("per_device_batch_size", "?"), t.settings.get("gradient_accumulation_steps")
-    batch = t.settings.get("global_batch_size")
-    if batch:
-        there = f"train_batch_size {batch} = {p} x {g} x GPUs"
-        here = f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
-        return there, here
-    there = f"{p} {rows} x {g} {steps} x GPUs"
-    return there, f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}"
+def per_device_equation(p: str, g: str) -> Equation:
+    """Returns the equation of a batch that is stated by rows per device (`p`) and passes (`g`)."""
+
+    def equation(t: Translation) -> tuple[str, str]:
+        rows, steps = t.settings.get("per_device_batch_size", "?"), t.settings.get("gradient_accumulation_steps")
+        if batch := t.settings.get("global_batch_size"):
+            there = f"train_batch_size {batch} = {p} x {g} x GPUs"
+            return there, f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
+        there = f"{p} {rows} x {g} {steps} x GPUs"
+        return there, f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}"
+
+    return equation
+
+
+def _of_no_batch(t: Translation) -> tuple[str, str]:
+    raise KeyError("batch")
+
+
+TRAINER = Format(
+    "trainer", _of_no_batch,
+    {"optimizer": optimizer, "betas": betas, "seeds": seeds, "evaluation": _evaluation},
+)  # fmt: skip

@@ -61,13 +61,14 @@ class Translation:
     Attributes:
       settings: our config, as texts.
       devices: those that the other program runs on, if they are stated.
+      updates: those of a batch of prompts, 1 where they are not known.
       fates: what became of the words.
     """
 
     def __init__(
         self, words: Mapping[str, Stated], defaults: Mapping[str, str], framework: str, devices: int | None = None
     ) -> None:
-        self.framework, self.devices = framework, devices
+        self.framework, self.devices, self.updates = framework, devices, 1
         self.settings: dict[str, str] = {}
         self.fates: list[Fate] = []
         lost = {word: value for word, value in words.items() if isinstance(value, Displaced)}
@@ -75,6 +76,7 @@ class Translation:
         self._stated = {word: value for word, value in words.items() if word not in lost}
         self._defaults = dict(defaults)
         self._left = dict.fromkeys([*self._stated, *defaults])
+        self._taken = set[str]()
         self._words: dict[str, str] = {}  # the word that each of our settings was mapped from
         self._written: dict[str, str] = {}  # words that are taken as others, as the file writes them
         self._is_default: Callable[[str, Stated], bool] = lambda word, value: False
@@ -114,6 +116,14 @@ class Translation:
     def is_left(self, word: str) -> bool:
         """Returns whether a word is not taken yet."""
         return word in self._left
+
+    def states_below(self, *blocks: str) -> bool:
+        """Returns whether the file states words of blocks."""
+        return any(word.startswith(blocks) for word in self._stated)
+
+    def is_taken(self, word: str) -> bool:
+        """Returns whether the fate of a word is known."""
+        return word in self._taken
 
     def assume(self, defaults: Mapping[str, str]) -> None:
         """Takes further defaults of the other program, above those that it has."""
@@ -266,6 +276,7 @@ class Translation:
         return look_up(word, beside) if row is None and beside else row
 
     def _tell(self, word: str, fate: str, says: str, is_essential: bool = False) -> None:
+        self._taken.add(word)
         if word in self._left:
             del self._left[word]
         given = word in self._stated

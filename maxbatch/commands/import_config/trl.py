@@ -1,7 +1,4 @@
-"""TRL's GRPOConfig: its batch of completions as a batch of prompts, its objective and its rewards.
-
-Facts from TRL's documentation of `GRPOConfig` and of its trainer.
-"""
+"""TRL's GRPOConfig: the rules of its table on the batch of completions, the lengths and the rewards."""
 
 from __future__ import annotations
 
@@ -10,7 +7,6 @@ from collections.abc import Container, Mapping
 from maxbatch.commands.import_config import hf
 from maxbatch.commands.import_config.prompts import (
     PROMPTS,
-    only,
     take_chunk,
     take_rewards,
     take_sampling,
@@ -19,32 +15,12 @@ from maxbatch.commands.import_config.prompts import (
     without_balance,
 )
 from maxbatch.commands.import_config.steps import take_dataset
+from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
 
-DEFAULTS = hf.DEFAULTS | {
-    "learning_rate": "1e-6", "bf16": "true", "logging_steps": "10",
-    "num_generations": "8", "num_iterations": "1", "max_completion_length": "512", "temperature": "1.0",
-    "top_k": "0", "top_p": "1.0", "beta": "0.0", "epsilon": "0.2", "loss_type": "dapo",
-    "importance_sampling_level": "token", "scale_rewards": "group", "reward_funcs": "", "model_name_or_path": "",
-    "dataset_name": "",
-}  # fmt: skip
 PROCESSES = "num_processes"  # Accelerate's word for the devices of all machines
 _OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generation", "max_completion_length")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
-_LOSSES = {"grpo": "sequence-mean-token-mean", "bnpo": "token-mean", "dapo": "token-mean"}
-_LEVELS = {"token": "grpo", "sequence": "gspo-token"}
-# Words that change what is trained unless they have one of these values.
-_ONLY = {
-    "use_bias_correction_kl": ("false",), "off_policy_mask_threshold": ("", "null", "none"),
-    "generation_kwargs": ("", "null", "none", "{}"), "chat_template_kwargs": ("", "null", "none", "{}"),
-    "top_entropy_quantile": ("1.0", "1"), "multi_objective_aggregation": ("sum_then_normalize",),
-    "use_adaptive_entropy": ("false",), "repetition_penalty": ("1.0", "1"),
-    "max_tool_calling_iterations": ("", "null", "none", "0"),
-}  # fmt: skip
-_HOW = ("log_completions", "log_multimodal", "log_unique_prompts", "log_completions_hub_repo",
-        "num_completions_to_print", "use_transformers_continuous_batching", "use_transformers_paged",
-        "transformers_continuous_batching_config", "cache_implementation", "trust_remote_code",
-        "per_device_eval_batch_size", "num_generations_eval", "dataset_test_split", "disable_dropout")  # fmt: skip
 
 
 def is_of_responses(words: Container[str]) -> bool:
@@ -52,22 +28,9 @@ def is_of_responses(words: Container[str]) -> bool:
     return any(word in words for word in _OF_RESPONSES)
 
 
-def translate(t: Translation) -> None:
-    """Takes the words of GRPOConfig, and the others as those of TrainingArguments."""
-    hf.old_words(t)
-    if PROCESSES in t:
-        t.devices = t.devices or whole(t, PROCESSES)
-        t.ignore(PROCESSES, f"its batch is counted on {t.devices} devices; here devices are found when the run starts")
-    updates = _batch(t)
-    _lengths(t)
-    _objective(t)
-    _data(t)
-    t.settings["remat_policy"] = "full"  # its default
-    hf.arguments(t)
-    without_balance(t)
-    steps = t.settings.get("steps", "")
-    if updates > 1 and steps.isdigit() and int(steps) % updates:
-        t.refuse("max_steps", f"a multiple of {updates}, the updates per batch", is_essential=True)
+def _processes(t: Translation, word: str) -> None:
+    t.devices = t.devices or whole(t, word)
+    t.ignore(word, f"its batch is counted on {t.devices} devices; here devices are found when the run starts")
 
 
 def _sizes(t: Translation) -> Mapping[str, int] | None:
@@ -85,11 +48,9 @@ def _sizes(t: Translation) -> Mapping[str, int] | None:
             "batch": of_pass * per_batch}  # fmt: skip
 
 
-def _batch(t: Translation) -> int:
-    """Takes the batch; returns its updates, 1 where they are not known."""
+def _batch(t: Translation, _: str) -> None:
+    """Takes the batch."""
     group, iterations = whole(t, "num_generations"), whole(t, "num_iterations")
-    t.map("num_generations", num_generations=t.text("num_generations"))
-    t.map("num_iterations", num_iterations=t.text("num_iterations"))
     words = [word for word in _BATCH if word in t or word in _BATCH[:2]]
     sizes, fault = _sizes(t), ""
     if t.devices is None:
@@ -105,7 +66,7 @@ def _batch(t: Translation) -> int:
     if fault or sizes is None or group is None or iterations is None:
         for word in words:
             t.refuse(word, fault, is_essential=True)
-        return 1
+        return
     batch, update = max(sizes["batch"], sizes["update"]), sizes["update"]
     counted = f"{batch} completions / {group}"
     prompts = {"batch_size": str(batch // group), "num_minibatches": str(batch // update)}
@@ -115,7 +76,7 @@ def _batch(t: Translation) -> int:
     t.map(words[0], counted + (mixed if batch > update else ""), **prompts)
     t.settings |= prompts
     take_chunk(t, words[0], sizes["rows"], t.devices or 1, update // group, group)
-    return batch // update * iterations
+    t.updates = batch // update * iterations
 
 
 def _uneven(sizes: Mapping[str, int], group: int, iterations: int) -> str:
@@ -132,7 +93,7 @@ def _uneven(sizes: Mapping[str, int], group: int, iterations: int) -> str:
     return ""
 
 
-def _lengths(t: Translation) -> None:
+def _lengths(t: Translation, _: str) -> None:
     if "max_prompt_length" in t:
         take_target_length(t, "max_prompt_length", "max_completion_length")
         return
@@ -143,41 +104,14 @@ def _lengths(t: Translation) -> None:
     take_target_length(t, "max_prompt_length", "max_completion_length", f"TRL bounds no prompt: state {PROMPTS}")
 
 
-def _objective(t: Translation) -> None:
-    level, loss = t.text("importance_sampling_level"), t.text("loss_type")
-    if level in _LEVELS:
-        t.map("importance_sampling_level", loss_algo=_LEVELS[level])
-    else:
-        t.refuse("importance_sampling_level", "token or sequence", is_essential=True)
-    if loss in _LOSSES:
-        why = "the mean over the tokens of an update; there the mean of the passes' means" if loss == "bnpo" else ""
-        if loss == "dapo" and int(t.settings.get("num_minibatches", "1")) > 1:
-            why = "the mean over the tokens of an update; there the sum over the tokens of the batch"
-        t.map("loss_type", why, loss_agg_mode=_LOSSES[loss])
-    else:
-        t.refuse("loss_type", f"{', '.join(_LOSSES)}", is_essential=True)
-    t.map("beta", grpo_beta=t.text("beta"))
-    t.map("epsilon", grpo_epsilon=t.text("epsilon"))
-    take_sampling(t, "temperature", "top_k", "top_p")
-    if t.text("scale_rewards").lower() in ("group", "true"):
-        t.ignore("scale_rewards", "the deviation of a group, as here, but divided by G - 1 there and by G here")
-    else:
-        t.refuse("scale_rewards", "group")
-    for word, allowed in _ONLY.items():
-        only(t, word, allowed, f"{allowed[0] or 'none'} only")
-    for word in _HOW:
-        if word in t:
-            t.ignore(word, "how the same is computed, read or logged")
-        elif t.is_left(word):
-            t.ignore(word, "null says nothing")
-    for word in t.left():
-        if word.startswith(("sapo_", "vespo_")):
-            t.ignore(word, f"it is read with loss_type={word.partition('_')[0]}")
-    if "shuffle_dataset" in t:
-        t.map("shuffle_dataset", enable_data_shuffling="true" if t.is_true("shuffle_dataset") else "false")
+def _whole_batches(t: Translation, _: str) -> None:
+    """Refuses a length that ends within a batch."""
+    steps = t.settings.get("steps", "")
+    if t.updates > 1 and steps.isdigit() and int(steps) % t.updates:
+        t.refuse("max_steps", f"a multiple of {t.updates}, the updates per batch", is_essential=True)
 
 
-def _data(t: Translation) -> None:
+def _data(t: Translation, _: str) -> None:
     settings = {"dataset_type": "jsonl", "dataset_path": "prompts.jsonl", "prompt_template": "{prompt}"}
     take_dataset(t, "records with prompt, a text or messages", settings)
     functions, weights = [f for f in t.items("reward_funcs") if f], t.items("reward_weights")
@@ -194,7 +128,7 @@ def _data(t: Translation) -> None:
         t.need("model_name_or_path", "the model that the script names: load_parameters_path and tokenizer_path")
 
 
-def equation(t: Translation) -> tuple[str, str]:
+def _equation(t: Translation) -> tuple[str, str]:
     """Returns the batch as an equation in TRL's words and in ours."""
     sizes, s = _sizes(t), t.settings
     prompts, group, updates = s["batch_size"], s["num_generations"], s["num_minibatches"]
@@ -206,3 +140,20 @@ def equation(t: Translation) -> tuple[str, str]:
         f"{t.devices} devices x {passes} passes, {sizes['passes']} in an update"
     )
     return there, f"batch_size {prompts} x num_generations {group}, num_minibatches {updates}"
+
+
+FORMAT = Format(
+    "trl",
+    _equation,
+    {
+        "processes": _processes,
+        "batch": _batch,
+        "lengths": _lengths,
+        "sampling": lambda t, _: take_sampling(t, "temperature", "top_k", "top_p"),
+        "data": _data,
+        "router": lambda t, _: without_balance(t),
+        "whole_batches": _whole_batches,
+    },
+    {"has_minibatches": lambda t, _: int(t.settings.get("num_minibatches", "1")) > 1},
+    hf.FORMAT,
+)

@@ -1,4 +1,4 @@
-"""Configs of generated responses: TRL's GRPOConfig and verl's trainer of policies."""
+"""Configs of generated responses: TRL's GRPOConfig, and the answer to those of verl's trainer of policies."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ from pathlib import Path
 import pytest
 
 from maxbatch import load_config
+from maxbatch.cli import main
 from maxbatch.commands.import_config.command import _recognised, translated, written
 from maxbatch.commands.import_config.translation import Fate, Translation
+from maxbatch.config.loading import keys
+from maxbatch.config.unknown import hint
 
 TRL = """
 model_name_or_path: Qwen/Qwen3-0.6B
@@ -107,47 +110,45 @@ def test_the_processes_of_trls_launcher_are_the_devices_of_its_batch(
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
 
 
-def test_verls_command_becomes_its_batch(tmp_path: Path) -> None:
-    path = tmp_path / "run.sh"
-    translation, fates = _read("verl", path, VERL, None)
-    assert _recognised(path) == "verl"
-    assert _sizes(translation) == (1024, 5, 4, 1, 80)  # 16 x 8 pairs would cut groups of 5
-    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
-    settings = translation.settings
-    assert settings["dataset_path"] == "/data/a.parquet;/data/b.parquet" and settings["log_to"] == "wandb"
-    assert (settings["max_target_length"], settings["grpo_beta"], settings["eval_interval"]) == ("1536", "0.001", "20")
-    assert (settings["loss_algo"], settings["loss_agg_mode"]) == ("grpo", "token-mean")
+@pytest.mark.parametrize("name", ["verl", "auto"])
+def test_verls_command_is_answered_with_its_batch_here(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.sh").write_text(VERL)
+    assert _recognised(tmp_path / "run.sh") == "verl"
+    assert main(["import", name, "run.sh"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and not captured.out and not (tmp_path / "maxbatch.yml").exists()
+    for answer in (
+        "data.train_batch_size=1024 (verl) is batch_size",
+        "ppo_mini_batch_size=256 (verl) is said by num_minibatches",
+        "ppo_micro_batch_size_per_gpu=16 (verl) is said by micro_batch_size",
+        "rollout.n=5 (verl) is num_generations",
+        "maxbatch plan rl --words",
+    ):
+        assert answer in captured.err
 
 
 @pytest.mark.parametrize(
-    ("text", "word"),
+    ("word", "answer"),
     [
-        ("algorithm.adv_estimator=gae", "algorithm.adv_estimator"),
-        ("data.train_batch_size=1000", "actor_rollout_ref.actor.ppo_mini_batch_size"),
-        ("data.train_batch_size=$UNKNOWN", "data.train_batch_size"),
-        ("data.gen_batch_size=2048", "data.gen_batch_size"),
-        ("algorithm.filter_groups.enable=True", "algorithm.filter_groups.max_num_gen_batches"),
-        ("actor_rollout_ref.rollout.multi_turn.enable=True", "actor_rollout_ref.rollout.multi_turn.enable"),
-        ("--config-name=other", "config_name"),
+        ("algorithm.adv_estimator", "loss_algo: grpo is grpo; others are not supported"),
+        ("actor_rollout_ref.actor.ppo_mini_batch_size", "prompts of an update: num_minibatches = batch_size / it"),
+        ("data.gen_batch_size", "batch_size where it equals train_batch_size"),
+        ("algorithm.filter_groups.enable", "is filter_groups"),
+        ("algorithm.filter_groups.max_num_gen_batches", "max_prompts_per_batch = it x gen_batch_size"),
+        ("trainer.total_training_steps", "steps = batches x num_minibatches x num_iterations"),
+        ("actor_rollout_ref.actor.clip_ratio_high", "is epsilon_high"),
+        ("actor_rollout_ref.actor.clip_ratio_c", "is not supported"),
+        ("actor_rollout_ref.actor.loss_agg_mode", "seq-mean-token-sum is sequence-mean"),
+        ("actor_rollout_ref.actor.use_kl_loss", "false is grpo_beta=0"),
+        ("actor_rollout_ref.actor.kl_loss_type", "low_var_kl (k3) alone"),
+        ("algorithm.use_kl_in_reward", "is not supported"),
+        ("actor_rollout_ref.rollout.multi_turn.enable", "is not supported: a response is one turn"),
+        ("data.prompt_key", "prompt_template"),
+        ("data.filter_overlong_prompts", "leave it out of the files"),
     ],
 )
-def test_a_word_of_verls_that_states_a_batch_is_never_skipped(tmp_path: Path, text: str, word: str) -> None:
-    lines = {"algorithm.adv_estimator": "grpo", "data.train_batch_size": "1024"}
-    lines.pop(text.partition("=")[0], None)
-    stated = " ".join([*(f"{name}={value}" for name, value in lines.items()), text])
-    _, fates = _read("verl", tmp_path / "run.sh", f"python3 -m verl.trainer.main_ppo {stated}\n")
-    assert fates[word].is_essential
-
-
-def test_verls_filter_and_length_count_batches(tmp_path: Path) -> None:
-    text = """
-algorithm: {adv_estimator: grpo, filter_groups: {enable: true, metric: seq_reward, max_num_gen_batches: 10}}
-data: {train_batch_size: 512, gen_batch_size: 1536}
-actor_rollout_ref: {actor: {ppo_mini_batch_size: 128, clip_ratio_low: 0.2, clip_ratio_high: 0.28}, rollout: {n: 16}}
-trainer: {total_training_steps: 30}
-"""
-    translation, fates = _read("verl", tmp_path / "v.yml", text, None)
-    settings = translation.settings
-    assert settings["filter_groups"] == "true" and settings["max_prompts_per_batch"] == "15360"
-    assert (settings["steps"], settings["num_minibatches"], settings["epsilon_high"]) == ("120", "4", "0.28")
-    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
+def test_verls_words_are_answered_by_their_paths(word: str, answer: str) -> None:
+    assert answer in hint(word, keys(), is_of_prompts=True)
