@@ -5,7 +5,6 @@ Shapes: n tokens of a record.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -187,7 +186,7 @@ class LoadedModel:
                 raise ValueError(f"{name}={value}: must be {rule}")
         text_config = TextConfig.of(self.config)
         if self._is_imported:
-            text_config = dataclasses.replace(text_config, add_bos=self.tokenizer.begins_with_bos())
+            text_config = text_config.replaced({"add_bos": self.tokenizer.begins_with_bos()})
         rules = SamplingRules(temperature, top_k, top_p, seed, max_new_tokens, self.end_ids)
         return generate_text(self.params, self.tokenizer, prompt, text_config, rules, self.mesh)
 

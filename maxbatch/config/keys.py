@@ -1,7 +1,7 @@
 """A config key, and a section of keys: a typed, frozen part of the config.
 
-A field of a section is declared once, with its type, its rule and its sentence; `Key` is what loading, messages and
-`maxbatch config` read of it. base.yml holds the defaults, and shows the same sentences to people.
+A field of a section is declared once, with its type, default, rule and sentence; `Key` is what loading, messages and
+`maxbatch config` read of it. base.yml shows the same rows to people.
 """
 
 from __future__ import annotations
@@ -9,10 +9,26 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import inspect
 import types
 from collections.abc import Callable, Iterator, Mapping
 from fractions import Fraction
-from typing import Annotated, Any, Literal, Self, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    Self,
+    TypeVar,
+    Union,
+    cast,
+    dataclass_transform,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from maxbatch.config.values import Bounds, Scalar, Value
 
@@ -79,23 +95,58 @@ class Key(Scalar):
         return self.name if self.maxtext == SAME else self.maxtext
 
 
-def key(sentence: str, *, fixes: Fixes, bounds: Bounds | None = None, choices: tuple[str, ...] = (), unit: str = "",
-        part: Part | None = None, maxtext: str | None = SAME, warm_start: bool = True) -> Any:  # fmt: skip
+class Entry(NamedTuple):
+    """One key as it is stated."""
+
+    name: str
+    text: str  # its value, unread
+    plain: bool  # whether the value is written without quotes
+    where: str  # file and line, or what else states it, for messages
+
+
+class _Row(NamedTuple):
+    """The facts of a key beside its name and its type."""
+
+    default: str
+    sentence: str
+    fixes: Fixes
+    bounds: Bounds | None
+    unit: str
+    choices: tuple[str, ...]
+    part: Part | None
+    maxtext: str | None
+    warm_start: bool
+
+
+def key(
+    default: _T, sentence: str, fixes: Fixes, bounds: Bounds | None = None, unit: str = "", *,
+    choices: tuple[str, ...] = (), part: Part | None = None, maxtext: str | None = SAME, warm_start: bool = True,
+) -> _T:  # fmt: skip
     """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
 
     Args:
+      default: its value where no layer states it.
       sentence: the meaning of the key, as in base.yml.
       fixes: the properties that a resume may not change through it.
       bounds: the interval of a number.
-      choices: of a choice whose type is not a Literal.
       unit: of a number.
+      choices: of a choice whose type is not a Literal.
       part: the statement that it belongs to, with its alternatives.
       maxtext: its name in MaxText's configs, where that differs; OURS: MaxText has no such key.
       warm_start: whether the warm start of RL takes it from the run.
     """
-    facts = {"sentence": sentence, "fixes": fixes, "bounds": bounds, "choices": choices, "unit": unit, "part": part,
-             "maxtext": maxtext, "warm_start": warm_start}  # fmt: skip
-    return dataclasses.field(metadata={"key": facts})
+    row = _Row(_text(default), sentence, fixes, bounds, unit, choices, part, maxtext, warm_start)
+    return cast(_T, row)
+
+
+def _text(default: object) -> str:
+    """Returns a default as configs write it: `null`, `true`, `3e-3`."""
+    if default is None or isinstance(default, bool):
+        return "null" if default is None else str(default).lower()
+    if isinstance(default, float) and 0 < default < 0.01:
+        digits, _, exponent = f"{default:e}".partition("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return str(default)
 
 
 def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:
@@ -103,11 +154,46 @@ def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:
     return functools.cache(function)
 
 
+@dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(key,))
 class Section:
-    """A part of the config: a frozen dataclass whose fields are keys, or sections again.
+    """A part of the config: frozen, equal by its values, its fields keys or sections again.
 
-    A room takes the sections that it may know, and no more of the config.
+    A subclass lists its fields as a dataclass does, and takes all of them by name. It is no dataclass, since compiling
+    the methods of each took most of the time that importing the config needs. A room takes the sections that it may
+    know, and no more of the config.
     """
+
+    _names: ClassVar[tuple[str, ...]] = ()
+    _declared: ClassVar[tuple[Key, ...]] = ()
+
+    def __init_subclass__(cls) -> None:
+        own = inspect.get_annotations(cls)
+        rows = {name: row for name in own if isinstance(row := cls.__dict__.get(name), _Row)}
+        for name in rows:
+            delattr(cls, name)
+        cls._names = tuple(dict.fromkeys((*cls._names, *own)))
+        cls._declared = (*cls._declared, *(_key(name, own[name], row) for name, row in rows.items()))
+
+    def __init__(self, **values: object) -> None:
+        if values.keys() != set(self._names):
+            differing = sorted(values.keys() ^ set(self._names))
+            raise TypeError(f"{type(self).__name__}: takes {', '.join(self._names)}; missing or unknown: {differing}")
+        self.__dict__.update(values)
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError(f"{name}: a {type(self).__name__} is frozen")
+
+    def __delattr__(self, name: str) -> NoReturn:
+        raise AttributeError(f"{name}: a {type(self).__name__} is frozen")
+
+    def __eq__(self, other: object) -> bool:
+        return type(self) is type(other) and self.__dict__ == other.__dict__
+
+    def __hash__(self) -> int:
+        return hash((type(self), *(self.__dict__[name] for name in self._names)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={self.__dict__[name]!r}' for name in self._names)})"
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | Self) -> Self:
@@ -126,7 +212,7 @@ class Section:
     @classmethod
     def declared(cls) -> tuple[Key, ...]:
         """Returns the keys that are declared in this section, in its order."""
-        return _keys(cls)
+        return cls._declared
 
     def __getitem__(self, name: str) -> Any:
         """Returns the value of a key of this section or of an inner one; raises KeyError for any other name."""
@@ -149,10 +235,10 @@ class Section:
 
 
 @_cached
-def _parts(section: type) -> dict[str, type[Section] | None]:
+def _parts(section: type[Section]) -> dict[str, type[Section] | None]:
     """Returns the fields of a section, each with its type where that is a section."""
     hints = get_type_hints(section)
-    return {field.name: _as_section(hints[field.name]) for field in dataclasses.fields(section)}
+    return {name: _as_section(hints[name]) for name in section._names}
 
 
 @_cached
@@ -169,18 +255,12 @@ def _as_section(hint: Any) -> type[Section] | None:
     return hint if isinstance(hint, type) and issubclass(hint, Section) else None
 
 
-@_cached
-def _keys(section: type) -> tuple[Key, ...]:
-    hints = get_type_hints(section, include_extras=True)
-    declared = [field for field in dataclasses.fields(section) if "key" in field.metadata]
-    return tuple(_key(field.name, hints[field.name], field.metadata["key"]) for field in declared)
-
-
-def _key(name: str, hint: Any, facts: Mapping[str, Any]) -> Key:
+def _key(name: str, hint: Any, row: _Row) -> Key:
     kinds = [hint]
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     kind, nullable = kinds[0], kinds != [hint]
+    facts = row._asdict()
     if get_origin(kind) is Literal:
         return Key(name, "choice", nullable=nullable, **{**facts, "choices": get_args(kind)})
     named = kind.__metadata__[0] if get_origin(kind) is Annotated else _KINDS[kind]

@@ -8,7 +8,6 @@ keys of lower layers that fix the model; its other values are between the chain 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import numbers
 import os
@@ -18,12 +17,11 @@ from typing import NamedTuple
 
 from ml_collections import ConfigDict
 
-from maxbatch.config.keys import Fixes, Key, Part
+from maxbatch.config.keys import Entry, Fixes, Key, Part
 from maxbatch.config.paths import place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
-from maxbatch.config.yaml_file import Entry, entries, quoted
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
 
@@ -31,6 +29,7 @@ _ENVIRONMENT = "MAXBATCH_"
 _MOST_FILES = 8  # of a chain of base_config
 AUTO = "auto"  # the model_name that takes the model keys from a Hugging Face folder
 _FORM = frozenset(names_fixing(Fixes.FORM))
+_KEYS = {key.name: key for key in KEYS}
 
 
 class Setting(NamedTuple):
@@ -176,6 +175,8 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
 
 def dump_config(config: ConfigDict) -> str:
     """Returns the config as YAML that `load_config` reads back as an equal config."""
+    from maxbatch.config.yaml_file import quoted
+
     left_out = () if config.batch_size is None else PRETRAINING_BATCH
     written = {name: key.write(config[name]) for name, key in keys().items() if name not in left_out}
     for name, text in written.items():
@@ -184,36 +185,52 @@ def dump_config(config: ConfigDict) -> str:
     return "".join(f"{name}: {text}\n" for name, text in written.items())
 
 
-@functools.cache
 def keys() -> Mapping[str, Key]:
     """Returns every config key by name, with its default, in the order of base.yml."""
-    defaults = {entry.name: entry.text for entry in _base_entries()}
-    return {key.name: dataclasses.replace(key, default=defaults[key.name]) for key in KEYS}
+    return _KEYS
 
 
-def _base_path() -> Path:
+def base_path() -> Path:
+    """Returns the file that shows every key with its default."""
     return configs_dir() / "base.yml"
 
 
 @functools.cache
-def _base_entries() -> tuple[Entry, ...]:
-    return tuple(entries(_base_path()))
-
-
-@functools.cache
 def _base_layer() -> _Layer:
-    return _layer("base.yml", _base_entries())
+    return {name: Setting(key.read(key.default), "base.yml") for name, key in _KEYS.items()}
+
+
+def _is_base(path: AnyPath) -> bool:
+    """Returns whether a path is that of base.yml.
+
+    Raises:
+      ConfigError: base.yml differs from the table that it shows; what it states would be ignored.
+    """
+    from maxbatch.config.base_yml import base_yml
+
+    try:
+        is_base = isinstance(path, Path) and path.samefile(base_path())
+    except (OSError, ValueError):  # the reader names what is wrong with the path
+        return False
+    if is_base and path.read_text(encoding="utf-8") != base_yml():
+        raise ConfigError(
+            f"{shown_path(path)}: differs from the table of keys, which holds the defaults; works: a config file of "
+            "your own with base_config: base.yml"
+        )
+    return is_base
 
 
 def _chain(path: AnyPath) -> list[_Stated]:
     """Returns the entries of the file and of the files in its `base_config` chain, the lowest first."""
+    from maxbatch.config.yaml_file import entries
+
     layers: list[_Stated] = []
     seen: list[AnyPath] = []
     while True:
+        if _is_base(path):
+            return layers
         stated = list(entries(path))
         real = path.resolve()
-        if real == _base_path():
-            return layers
         if real in seen:
             loop = shown(" -> ".join(p.name for p in [*seen, path]))
             rule = f"must not lead back to a file of its own chain ({loop})"
@@ -246,6 +263,8 @@ def _preset(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
             f"model_name={shown(model_name)}: must be default, {AUTO} or one of {shown(', '.join(presets), 300)}; "
             f"works: model_name={nearest}"
         )
+    from maxbatch.config.yaml_file import entries
+
     return _layer("preset", entries(presets[model_name]))
 
 

@@ -15,12 +15,11 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from maxbatch.config.keys import Key
+from maxbatch.config.keys import Entry, Key
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
 from maxbatch.config.words.convert import OF_LOSS, Setting, converted, rampup_schedule
 from maxbatch.config.words.together import together
-from maxbatch.config.yaml_file import Entry
 from maxbatch.system.errors import ConfigError
 
 _MOST_ANSWERS = 40

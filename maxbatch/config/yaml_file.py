@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import yaml
 
+from maxbatch.config.keys import Entry
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import shown, shown_path
 from maxbatch.system.bounded import compose_yaml, read_text
@@ -30,15 +30,6 @@ _LISTS = frozenset(key.name for key in KEYS if key.kind == "paths")
 # Keys that a file may state as a list of words: [a, b] is "a,b".
 _WORD_LISTS = frozenset(key.name for key in KEYS if key.kind == "choices") | {"mlp_activations", "attention_type"}
 _NAMES = frozenset(key.name for key in KEYS)
-
-
-class Entry(NamedTuple):
-    """One key as it is stated."""
-
-    name: str
-    text: str  # its value, unread
-    plain: bool  # whether the value is written without quotes
-    where: str  # file and line, or what else states it, for messages
 
 
 def entries(path: AnyPath) -> Iterator[Entry]:

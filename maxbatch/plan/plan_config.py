@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from maxbatch.config.keys import Section
 from maxbatch.config.sections import (
     BatchConfig,
@@ -19,7 +17,6 @@ from maxbatch.config.sections import (
 )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanConfig(Section):
     """The keys of the batch, its stages, rates and mesh, and the dimensions of the model that mesh axes divide."""
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 from maxbatch.config.sections import DataConfig, RLConfig
 from maxbatch.model.decoder_config import DecoderConfig
 
 WARM_START = "warm_start"  # the folder in `run_dir` of the training before the first update
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class PromptConfig(DataConfig):
     """The data's keys, the template of a prompt, the bounds of its tokens, and the model that a tokenizer must fit."""
 
@@ -21,7 +18,6 @@ class PromptConfig(DataConfig):
     load_parameters_path: str
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RolloutConfig(DecoderConfig):
     """The decoder's keys, those of the responses, the model whose end tokens end them, and the compiler's flags."""
 

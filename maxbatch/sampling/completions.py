@@ -5,7 +5,6 @@ Shapes: B rows, P slots of a prompt.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import numpy as np
@@ -109,7 +108,7 @@ class Completer:
     def _sampler(self, length: int, slots: int) -> Sampler:
         key = (length, slots)
         if key not in self._samplers:
-            config = dataclasses.replace(self._config, max_target_length=length, scan_layers=True)
+            config = self._config.replaced({"max_target_length": length, "scan_layers": True})
             self._samplers[key] = Sampler(config, self._tokenizer, self._mesh, prompt_length=slots, rescores=False)
         return self._samplers[key]
 

@@ -20,7 +20,6 @@ from maxbatch.system.errors import TrainingError
 _MAX_NEW_TOKENS = 128
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class TextConfig(DecoderConfig):
     """The decoder's keys, and the key for the first token of a text."""
 

@@ -6,7 +6,6 @@ compile ahead of time share them.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property, partial
 
@@ -51,7 +50,6 @@ def checked_mesh_shape(config: PlanConfig, model: DecoderConfig, devices: Sequen
     return shape
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ProgramsConfig(UpdateConfig):
     """The keys of the update and, of its evals and checkpoints, the keys that decide which programs a run has."""
 

@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import inspect
 import re
+from pathlib import Path
 
-from maxbatch import load_config
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.config import loading
+from maxbatch.config.base_yml import base_yml
 from maxbatch.config.keys import Fixes, Key, Part
-from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.loading import base_path, configs_dir, keys
 from maxbatch.config.sections import KEYS, SECTIONS, names_fixing, names_of
 from maxbatch.config.values import NUMBERS, TEXTS
+from maxbatch.config.yaml_file import entries
 
-LINES = [line for line in (configs_dir() / "base.yml").read_text().splitlines() if re.match(r"\w", line)]
+LINES = [line for line in base_path().read_text().splitlines() if re.match(r"\w", line)]
 COMMENTS = {line.partition(":")[0]: line.partition("#")[2].strip() for line in LINES}
 
 
+def test_base_yml_is_what_its_command_writes() -> None:
+    assert base_path().read_text() == base_yml(), "run python -m maxbatch.config.base_yml"
+    assert {
+        entry.name: (entry.text, entry.plain or keys()[entry.name].kind in TEXTS) for entry in entries(base_path())
+    } == {key.name: (key.default, True) for key in KEYS}
+
+
 def test_base_yml_shows_the_sections_their_keys_and_their_sentences_once_and_in_their_order() -> None:
-    shown = [
-        re.match(r"# --- (.*?) -+$|(\w+):", line) for line in (configs_dir() / "base.yml").read_text().splitlines()
-    ]
+    shown = [re.match(r"# --- (.*?) -+$|(\w+):", line) for line in base_path().read_text().splitlines()]
     declared = [name for section in SECTIONS for name in (section.heading(), *(key.name for key in section.declared()))]
     assert [match[1] or match[2] for match in shown if match] == declared
     assert {key.name: key.sentence for key in KEYS} == COMMENTS
     assert len(KEYS) <= 230
+
+
+def test_an_edited_base_yml_is_refused_as_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "base.yml").write_text(base_yml().replace("steps: 200", "steps: 300"))
+    monkeypatch.setattr(loading, "configs_dir", lambda: tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"base\.yml: differs from the table of keys.*works: a config file of your own"
+    ):
+        load_config(tmp_path / "base.yml")
 
 
 def test_every_default_is_a_value_that_its_row_allows() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 from fractions import Fraction
 
 from maxbatch.config.sections import DataConfig
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class StreamConfig(DataConfig):
     """The data's keys, the length of a row, the vocabulary, and for messages the model and the epochs of the run."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -21,7 +20,6 @@ from maxbatch.training.scoring import Scorer
 _STDERR = "_stderr"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RunModelConfig(TextConfig):
     """The keys of a text's first token, of the decoder, and the axes of its mesh."""
 

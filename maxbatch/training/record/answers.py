@@ -5,7 +5,6 @@ A question is what precedes the first trained tokens of a record, whatever made 
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -75,7 +74,7 @@ class Answers:
         end_ids += self.prompts.end_ids if self.prompts else ()
         self._rules = SamplingRules(0.0, max_new_tokens=_MOST_TOKENS, end_ids=end_ids)
         self._length = config.max_target_length
-        config = dataclasses.replace(config, scan_layers=True)
+        config = config.replaced({"scan_layers": True})
         self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._length, rescores=False)
         self._compiled: Future[jax.stages.Compiled] | None = None
 

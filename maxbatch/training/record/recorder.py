@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -80,7 +79,6 @@ class Output(Protocol):
         return
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordConfig(Section):
     """The keys of what an update trains on, measures and may skip."""
 

@@ -9,7 +9,6 @@ Shapes: M pairs, L tokens of a prompt with an answer; a pair is a row of W = 2 L
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -26,7 +25,6 @@ SUMS = ("margin", "pair_accuracy")  # over the pairs, besides the loss, by the n
 _LARGEST_MEAN = -1e-6  # of the log-probabilities of an answer: the odds of a certain one are infinite
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class LossConfig(PreferenceConfig):
     """The keys that choose the loss of a run."""
 
