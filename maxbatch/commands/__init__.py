@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 
 class Command(NamedTuple):
-    """A command's help, and the module that runs it, which is imported for this command only."""
+    """A command's help, and its module, which is imported for this command only."""
 
     module: str  # has `add_arguments(parser)` and `run(args)`, which returns the exit code
     summary: str  # one line for `maxbatch --help`
-    usage: str  # its arguments, as `maxbatch COMMAND --help` shows them
+    usage: str  # its arguments in `maxbatch COMMAND --help`
     examples: tuple[str, ...]  # command lines that work
 
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
-    """Adds the positional arguments that state a config, and whatever else a command takes among them."""
+    """Adds the positional arguments of a config, and others that a command takes among them."""
     metavar = " | ".join((*others, "CONFIG.yml", "key=value"))
     parser.add_argument("config", nargs="*", metavar=metavar, help="a config file, and overrides of its keys")
 
 
 def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
-    """Returns the config that the positional arguments state, and warns of a ramp in it that nothing else mentions.
+    """Returns the config of the positional arguments; warns of a ramp that nothing else mentions.
 
     Args:
       args: parsed arguments.
@@ -44,7 +44,7 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
         hosts = stated.get("hosts") or stated.get("simulate_hosts")
         raise on_machine(error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated) from None
     warning = displaced_ramp(settings)
-    if warning and not stated.get("simulate_hosts"):  # simulated hosts read the config anew, and the first one warns
+    if warning and not stated.get("simulate_hosts"):  # simulated hosts read the config again, and the first one warns
         note(f"warning: {warning}")
     return config_from(settings)
 
@@ -52,10 +52,10 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDic
 def on_machine(
     error: ConfigError, devices: int | None, hosts: int | None, slices: int = 1, has_flags: bool = False
 ) -> ConfigError:
-    """Returns an error about a config for the machine of a command line: unknown keys are answered for it.
+    """Returns a config error for the machine of a command line, for which it answers unknown keys.
 
     Args:
-      error: what reading the config raised.
+      error: the error of reading the config.
       devices: of the machine; None: not stated.
       hosts: of the machine; None: not stated.
       slices: of the devices.
@@ -79,7 +79,7 @@ def on_machine(
 
 
 def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
-    """Returns the config file, of which there is at most one, and the overrides that the arguments state."""
+    """Returns the config file, at most one, and the overrides of the arguments."""
     from maxbatch.config.loading import keys
 
     files = [text for text in args.config if "=" not in text]
@@ -142,11 +142,11 @@ def _path(text: str, rule: str | None) -> str:
 
 
 def add_averaged(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that takes the average of a run's parameters."""
+    """Adds the flag that uses the average of a run's parameters."""
     averaged = "use the average of the parameters that a run with parameter_average_half_life keeps"
     parser.add_argument("--averaged", action="store_true", help=averaged)
 
 
 def note(text: str) -> None:
-    """Prints a line on standard error, so that it is no part of a command's output."""
+    """Prints a line on standard error, apart from a command's output."""
     print(folded(f"maxbatch: {printable(text, keep='')}", 0, error_width()), file=sys.stderr)

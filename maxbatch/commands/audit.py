@@ -1,4 +1,4 @@
-"""`maxbatch audit`: whether a trainer's update depends on how its batch is cut, padded, spread or resumed."""
+"""`maxbatch audit`: tests whether a trainer's update depends on cut, padding, devices or a resume."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _print(found: Audit) -> None:
 
 
 def _lines(found: Audit) -> Iterator[str]:
-    """Yields the reasons of verdicts, the tolerances, what a NaN does, and the broken promises."""
+    """Yields the reasons of verdicts, the tolerances, the effect of a NaN, and the broken promises."""
     promises: dict[str, list[str]] = {}
     for verdict in found.verdicts:
         if verdict.status != "holds" or verdict.reason:
@@ -104,7 +104,7 @@ def _lines(found: Audit) -> Iterator[str]:
 
 
 def _percent(share: float | None) -> str:
-    """Returns a share as a percentage of two digits at least, nothing for none."""
+    """Returns a share as a percentage of at least two digits; "" for None."""
     return "" if not share else f"{100 * share:,.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 

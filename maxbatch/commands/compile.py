@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
     """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
     config, target = config_and_target(args)
     plan = plan_on(config, target)
-    smaller = _smaller(config, args, target)  # all of them planned before anything is compiled
+    smaller = _smaller(config, args, target)  # plans them all before compiling anything
     folder = as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
     hlo = _made_folder(args.hlo)
     record = _compile_run(config, target, plan, folder, hlo, args.json)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _smaller(config: ConfigDict, args: argparse.Namespace, target: Target) -> list[tuple[Target, BatchPlan]]:
-    """Returns the slices that are left after the loss of 1 to `--survive` of them, and the plan on each.
+    """Returns the slices without 1 to `--survive` of them, and the plan on each machine.
 
     Raises:
       ConfigError: the devices are not slices of a topology, nothing is left, or a rule of the batch is broken there.
@@ -120,7 +120,7 @@ def _compile_run(
 
 
 def _made_folder(path: str | None) -> Path | None:
-    """Returns the folder of `--hlo`, made before anything is compiled; None if none is stated."""
+    """Makes and returns the folder of `--hlo`, before anything is compiled; None without the flag."""
     if path is None:
         return None
     folder = Path(os.path.expanduser(path))
@@ -158,7 +158,7 @@ def _memory_figures(verdict: Verdict) -> dict[str, object]:
 def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object]:
     """Returns the figures of a program that was refused.
 
-    The TPU compiler names one figure: arguments then follow from their shapes, and the rest counts as temporary.
+    The TPU compiler names one figure: arguments are computed from their shapes, and the rest counts as temporary.
     """
     arguments, needed = known.parameters + known.optimizer + known.batch, verdict.needed_bytes
     parts = {

@@ -30,7 +30,7 @@ class Compiled(NamedTuple):
 
 
 class Update(NamedTuple):
-    """The shape of an update's batch, and its samples: the rest of the slots is padding."""
+    """The shape of an update's batch, and its samples; the other slots are padding."""
 
     shape: BatchShape
     samples: int
@@ -60,7 +60,7 @@ def compile_one(
     hlo: Path | None = None,
     update: Update | None = None,
 ) -> Compiled:
-    """Compiles a program, keeps its HLO text in a folder if there is one, and models its time."""
+    """Compiles a program, writes its HLO text to a folder if one is given, and models its time."""
     from maxbatch.config.sections import slots_per_sample
     from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.compile.cache import without_persistent_cache

@@ -23,7 +23,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded
 from maxbatch.system.terminal import PipeConsole
 
-_PIPE_WIDTH = 1_000_000  # a line is cut at the edge of a terminal alone
+_PIPE_WIDTH = 1_000_000  # only a terminal cuts lines
 _LEAST_WIDTH = 32  # of the unit and rule
 _FILES = ("config file", "base_config")
 _MODEL = "model"  # the heading of the model's keys
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints every key of a config, or all that is known of one; returns the exit code."""
+    """Prints every key of a config, or all facts about one; returns the exit code."""
     asked = [text for text in args.config if text in keys()]
     if len(asked) > 1:
         raise ConfigError(f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}")
@@ -123,7 +123,7 @@ def _print_key(console: Console, facts: dict[str, Any]) -> None:
 
 
 def _facts(key: Key, setting: Setting) -> dict[str, Any]:
-    """Returns all that is known of a key; JSON."""
+    """Returns all facts about a key, as JSON."""
     value = setting.value
     return {
         "key": key.name,
@@ -145,7 +145,7 @@ def _facts(key: Key, setting: Setting) -> dict[str, Any]:
 
 
 def _text(key: Key, setting: Setting) -> str:
-    """Returns the value of a key as a person would write it."""
+    """Returns the value of a key as text."""
     is_default = setting.layer == "base.yml" and not setting.displaced_by
     text = key.default if is_default else key.write(setting.value)
     is_plain = key.kind not in TEXTS or (text and text == text.strip() and text.isprintable())

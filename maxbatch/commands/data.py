@@ -1,4 +1,4 @@
-"""`maxbatch data`: shows the samples of the stream to people and to scripts."""
+"""`maxbatch data`: prints the samples of the stream, as text or JSON."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _readable(ids: np.ndarray, tokenizer: Tokenizer) -> Text:
 
 
 def _conversation(ids: np.ndarray, weights: np.ndarray, tokenizer: Tokenizer) -> Text:
-    """Returns the text of a conversation, special tokens spelled out, those that are trained on in colour."""
+    """Returns the text of a conversation, special tokens spelled out, trained tokens coloured."""
     text = Text()
     changes = np.flatnonzero(np.diff(weights)) + 1
     for part, weight in zip(np.split(ids, changes), weights[[0, *changes]], strict=True):

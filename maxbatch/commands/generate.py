@@ -56,7 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints what the newest checkpoint of a run writes: a prompt and its continuation, or answers; returns 0."""
+    """Prints a prompt and its continuation by a run's newest checkpoint, or answers; returns 0."""
     if args.system is not None and not args.chat:
         raise ConfigError(f"--system {shown(args.system)}: belongs to --chat; works: --chat --system ...")
     if args.chat and args.prompt is not None and not args.prompt.strip():
@@ -76,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
-    if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer has it
+    if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer states
         config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower()])
     model = DecoderConfig.of(config)
     _, params = restored(source, model)
-    ends = end_tokens(config.load_parameters_path)  # of a run: those of the model that it started from
+    ends = end_tokens(config.load_parameters_path)  # of a run: the end tokens of the model that it started from
     if args.chat:
         rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, args.max_new_tokens, ends)
         return _talk(Chat(params, tokenizer, model, rules, _context(config), args.system or ""), args)
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
-    """Returns whether a model was trained on conversations, as far as its config tells."""
+    """Returns whether a model's config states that it was trained on conversations."""
     from maxbatch.data.store.chat_prompts import chat_prompts
 
     if not config.use_sft and not is_huggingface_folder(path):
@@ -106,7 +106,7 @@ def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
 
 
 def _context(config: ConfigDict) -> int:
-    """Returns the most tokens of a conversation: those of a row in training, or more if the model's folder says so."""
+    """Returns the most tokens of a conversation: a training row's, or more if the model's folder states more."""
     return min(context_length(config), max(int(config.max_target_length), _MOST_CONTEXT))
 
 
@@ -146,7 +146,7 @@ def _answer(chat: Chat, message: str) -> None:
 
 
 def _lines() -> Iterator[str]:
-    """Yields the lines of standard input that are not blank; a terminal asks for each, and lets it be edited."""
+    """Yields the lines of standard input that are not blank; on a terminal with a prompt and line editing."""
     if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")
     is_terminal = sys.stdin is not None and sys.stdin.isatty()

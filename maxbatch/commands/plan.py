@@ -1,4 +1,4 @@
-"""`maxbatch plan`: the whole batch plan of a run, for people and for scripts. Imports no JAX."""
+"""`maxbatch plan`: the whole batch plan of a run, as text or JSON. Imports no JAX."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _loaded_before(config: ConfigDict) -> Resume:
-    """Returns the hosts that a checkpoint in run_dir was written and loaded by, for an e that is relative to them."""
+    """Returns the hosts that wrote and loaded a checkpoint in run_dir, to which e is relative."""
     from maxbatch.config.values import exact
     from maxbatch.plan.batch import NEW_RUN, Resume
     from maxbatch.runs.position import DamagedError, last_saved, read_record
@@ -144,7 +144,7 @@ def _loaded_before(config: ConfigDict) -> Resume:
 
 
 def _take_topology(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
-    """Sets the devices and hosts of the slices that the flags name; returns the config with the flags of its chip."""
+    """Sets the devices and hosts of the flags' slices; returns the config with the flags of its chip."""
     from maxbatch.commands.surviving import topology_machine
 
     if args.survive is None:
@@ -180,7 +180,7 @@ def _positive(works: float) -> Callable[[str], object]:
 
 
 def _checkpoint_period(config: ConfigDict, args: argparse.Namespace) -> CheckpointPeriod | None:
-    """Returns the checkpoint period that the flags ask for."""
+    """Returns the checkpoint period for the flags."""
     from maxbatch.plan.checkpoint_period import period_for
     from maxbatch.runs.sessions import mean_seconds, read_sessions
     from maxbatch.system.storage import as_path
@@ -232,8 +232,8 @@ def _in_words(model: dict[str, int]) -> str:
 def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
     """Returns the samples of an epoch, if they are stated or known without reading data.
 
-    The stream and NumPy are imported only if they may know more than the cache, which keeps
-    a plan fast.
+    The stream and NumPy are imported only if the cache does not know, which keeps a plan
+    fast.
     """
     from maxbatch.data.store.cache_folder import cache_folder
 

@@ -100,7 +100,7 @@ def _unchanged(folder: AnyPath, wanted: Collection[str | None]) -> TokenStore | 
     if not folder.is_dir():
         raise ConfigError(f"--output {folder}: is not a folder; works: --output {folder}-tokens")
     if (store := open_folder(folder)) is not None:
-        # A store that was made without hashes is made again, which adds them.
+        # A store without hashes is made again, which adds them.
         return store if store.manifest["signature"] in wanted and store.blocks is not None else None
     if any(folder.iterdir()) and not was_prepared(folder):
         raise ConfigError(
@@ -114,7 +114,7 @@ def _verify(text: str) -> None:
     folder = as_path(text)
     try:
         store = load_folder(folder)
-    except StoreRefused:  # an object store that refuses, or does not answer
+    except StoreRefused:  # an object store that refuses or does not answer
         raise
     except ConfigError as error:
         raise ConfigError(f"--verify {shown(text)}: not a prepared dataset, or a damaged one: {error}") from error
@@ -131,7 +131,7 @@ def _figures(store: TokenStore) -> str:
 
 
 def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> None:
-    """Prints the command that trains on the folder: the typed arguments without those that are settled now."""
+    """Prints the command that trains on the folder: the typed arguments without those that the folder fixes."""
     settings = {"dataset_type": "tokens", "dataset_path": args.output}
     if config.vocab_size < tokenizer.vocab_size:
         settings["vocab_size"] = str(tokenizer.vocab_size)
@@ -141,7 +141,7 @@ def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> 
         print("prepare the held-out data with a command of their own:")
         command = ["maxbatch", "prepare", *of_eval, "--output", settings["eval_dataset_path"]]
         print(printable("  " + shlex.join(command)))
-    # A prepared folder fixes how records are read: the command that trains on it need not state it.
+    # A prepared folder fixes the reading of records, so the training command need not state it.
     settled = names_fixing(Fixes.RECORDS)
     typed = [text for text in args.config if text.split("=", 1)[0] not in settled]
     print(printable("next: " + shlex.join(["maxbatch", "train", *_restated(typed, settings)])))

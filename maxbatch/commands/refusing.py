@@ -1,4 +1,4 @@
-"""A config that one of several hosts refuses, before it knows the others."""
+"""A config that a host refuses before it has joined the others."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LISTS = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
 
 @contextlib.contextmanager
 def refusing_together() -> Iterator[None]:
-    """Tells the other hosts of a run, if the environment names any, of a config that this one refuses."""
+    """Tells the other hosts of a run, if the environment names any, that this host refuses its config."""
     try:
         yield
     except ConfigError as error:
@@ -30,7 +30,7 @@ def refusing_together() -> Iterator[None]:
 
 
 def may_have_others() -> bool:
-    """Returns whether the environment may name other hosts; on a TPU VM its metadata do, which JAX asks for."""
+    """Returns whether the environment may name other hosts; on a TPU VM JAX asks the metadata server."""
     counts = (os.environ.get(name, "") for name in _COUNTS)
     lists = [os.environ[name] for name in _LISTS if name in os.environ]
     if any(count.isdecimal() and int(count) > 1 for count in counts) or any("," in hosts for hosts in lists):

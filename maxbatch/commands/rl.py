@@ -62,9 +62,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _last_saved(config: ConfigDict) -> int | None:
-    """Returns the newest step that the same command would continue from, before the first one that of the warm start.
+    """Returns the newest step from which the same command would continue, or else that of the warm start.
 
-    None if there is none.
+    None if there is neither.
     """
     from maxbatch.rl.policy_config import WARM_START
     from maxbatch.runs.position import last_saved

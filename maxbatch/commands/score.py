@@ -65,7 +65,7 @@ def _lines(path: str) -> list[dict[str, object]]:
     """Returns the records of a file.
 
     Raises:
-      ConfigError: it cannot be read, or a line is no JSON object; or it has no record.
+      ConfigError: the file cannot be read, has no record, or a line is not a JSON object.
     """
     files = list_files("FILE", path, *FOLDER_FILES["jsonl"]).files
     source = DocumentSource("jsonl", "FILE", path, files, (), text_field=None, record_format="", skip_bad_records=False)

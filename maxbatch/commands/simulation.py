@@ -1,7 +1,7 @@
 """Simulated machines: CPU devices in one process, and several hosts as processes over loopback.
 
-The hosts use the collectives of a real cluster. `maxbatch train --simulate-hosts H` starts them and is their parent;
-none outlives it.
+The hosts use the collectives of a real cluster. `maxbatch train --simulate-hosts H` starts them as children; none
+outlives it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 _MOST_HOSTS = 64  # processes, each with JAX of its own
-_GRACE_S = 10  # for the other hosts to end by themselves after one ended
-_STOPPED_S = 2  # for which a host may be stopped while others end early
-_LINGER_S = 30  # for the other hosts after the first one, with which they end
+_GRACE_S = 10  # time for the other hosts to end by themselves after one ended
+_STOPPED_S = 2  # time that a host may be stopped while others end early
+_LINGER_S = 30  # time for the other hosts to end after the first one
 _POLL_S = 0.05
-_GAP_S = 2  # between two polls, only if this process was stopped
+_GAP_S = 2  # time between two polls that means this process was stopped
 
 
 def simulate_devices(num_devices: int) -> None:
@@ -52,8 +52,8 @@ def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved, h
 
     The output of the first is the command's. If one fails, the others are ended. SIGTERM and SIGINT are passed on; the
     hosts agree on the update after which they stop. Returns the exit code of the run. `last_saved` returns the newest
-    step that is saved, from which the same command continues after a host was killed. A host that is stopped (SIGSTOP)
-    counts as dead, as a machine does that hangs.
+    saved step, from which the same command continues after a host was killed. A stopped host (SIGSTOP) counts as dead,
+    like a machine that hangs.
     """
     port = free_port()
     with Stopping("after the update that the hosts agree on") as stop, contextlib.ExitStack() as closing:
@@ -93,7 +93,7 @@ class _Stopped:
         self.dead: int | None = None  # a host that has been stopped for too long
 
     def look(self, is_over: bool) -> None:
-        """Looks for a host that is stopped for too long; `is_over`: another one has ended without being done."""
+        """Looks for a host stopped for too long; `is_over`: another host has ended before it was done."""
         now = time.monotonic()
         if now - self._looked_at > _GAP_S:  # this process was stopped with them
             self._since = {}
@@ -107,7 +107,7 @@ class _Stopped:
 
 
 def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping, stopped: _Stopped) -> int | None:
-    """Waits until a host has failed, and returns its index, or until all have ended without failure or one is dead."""
+    """Waits until a host fails, and returns its index, or until all end without failure or one is dead."""
     is_told, first_ended = False, math.inf
     while True:
         codes = [host.poll() for host in hosts]
@@ -129,7 +129,7 @@ def _first_failed(hosts: Sequence[subprocess.Popen[bytes]], stop: Stopping, stop
 
 
 def _end_stopped(stopped: int, hosts: Sequence[subprocess.Popen[bytes]], last_saved: LastSaved) -> int:
-    """Ends all hosts after one was stopped for too long, reports it unless the first did, and returns the exit code."""
+    """Ends all hosts after one was stopped too long; reports it unless the first did; returns the exit code."""
     if stopped:
         with contextlib.suppress(subprocess.TimeoutExpired):
             hosts[0].wait(_GRACE_S)
@@ -164,13 +164,13 @@ def _end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
         host.communicate()
 
 
-# Below the ports that systems give to connections, of which one could take it before the server does.
+# Below the ports of outgoing connections, which could take the port before the server does.
 _PORTS = range(20_000, 32_000)
-_CHANCE = random.SystemRandom()  # no two processes draw the same, whatever their seeds
+_CHANCE = random.SystemRandom()  # so that no two processes draw the same, whatever their seeds
 
 
 def free_port() -> int:
-    """Returns a port of the loopback that nothing listens on."""
+    """Returns a loopback port on which nothing listens."""
     for port in (*_CHANCE.sample(_PORTS, 100), 0):
         with socket.socket() as probe:
             try:

@@ -1,4 +1,4 @@
-"""The machines that are left when slices or hosts are lost: their batch, their memory, their modelled step."""
+"""The machines after a loss of slices or hosts: their batch, their memory, their modelled step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class UpdateFigures(NamedTuple):
-    """The update that needs the most memory, as the compiler sees it; its fields are those of `plan --json`."""
+    """The compiler's figures of the update that needs the most memory; its fields are those of `plan --json`."""
 
     hbm_bytes_needed: int | None
     hbm_bytes_available: int | None
@@ -29,7 +29,7 @@ class SurvivingMachine(NamedTuple):
     figures: UpdateFigures | None  # None without `--topology`, or if the run is refused or the slice is not whole
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the row as `plan --json` prints it."""
+        """Returns the row for `plan --json`."""
         numbers = {
             name: float(value) if isinstance(value, Fraction) else value for name, value in self.batch._asdict().items()
         }
@@ -37,7 +37,7 @@ class SurvivingMachine(NamedTuple):
 
 
 def topology_machine(config: ConfigDict, topology: str, num_slices: int) -> tuple[ConfigDict, Machine]:
-    """Returns the config with the compiler flags of a topology's chip, and the slices of it as numbers."""
+    """Returns the config with the compiler flags of a topology's chip, and the topology's slices as numbers."""
     from maxbatch.training.compile.flags import state_flags, with_flags
     from maxbatch.training.compile.target import find_target
     from maxbatch.training.compile.topology import parse_slice
@@ -50,7 +50,7 @@ def topology_machine(config: ConfigDict, topology: str, num_slices: int) -> tupl
 def survivors(
     config: ConfigDict, machine: Machine, survive: int, samples_per_epoch: int | None, topology: str | None
 ) -> list[SurvivingMachine]:
-    """Returns a row for the machine and for each one that is left after the loss of 1 to `survive` parts.
+    """Returns a row for the machine, and for the machine without 1 to `survive` of its parts.
 
     Raises:
       ConfigError: nothing would be left.
@@ -58,7 +58,7 @@ def survivors(
     found = []
     for left in smaller_machines(machine, survive):
         row = survival_row(PlanConfig.of(config), left, samples_per_epoch)
-        # Part of a slice is no machine that a compiler knows.
+        # The compiler knows no part of a slice.
         has_program = topology and row.refusal is None and (machine.num_slices > 1 or left == machine)
         found.append(SurvivingMachine(row, _figures(config, topology, left.num_slices) if has_program else None))
     return found

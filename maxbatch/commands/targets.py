@@ -49,7 +49,7 @@ def config_and_target(args: argparse.Namespace) -> tuple[ConfigDict, Target]:
 
 
 def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Target, int]]:
-    """Returns the slices that are left after the loss of 1 to `--survive` of them, and their number.
+    """Returns the slices without 1 to `--survive` of them, and their number.
 
     Raises:
       ConfigError: the devices are not slices of a topology, or nothing is left.
@@ -80,7 +80,7 @@ def plan_on(config: ConfigDict, target: Target) -> BatchPlan:
 
 
 def show_time(programs: Mapping[str, Modelled]) -> None:
-    """Prints where the time of programs goes, as the compiler's clock models it, and the most expensive operations."""
+    """Prints the modelled time of programs by the compiler's clock, and the most expensive operations."""
     from rich.table import Table
 
     from maxbatch.plan.view import plan_console

@@ -67,7 +67,7 @@ def _try(config: ConfigDict, args: argparse.Namespace) -> int:
 
 
 def _last_saved(config: ConfigDict) -> int | None:
-    """Returns the newest step that the same command would continue from; None if there is none."""
+    """Returns the newest step from which the same command would continue; None if there is none."""
     from maxbatch.runs.position import last_saved
     from maxbatch.system.storage import as_path
 

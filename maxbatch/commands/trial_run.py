@@ -27,7 +27,7 @@ _HEADS = 4
 _EXPERTS = 8
 _MOST_PARTS = 8  # microbatches of a pipeline
 _RECORDS = 200  # of the synthetic data
-# Keys of sizes, places and outputs, which say nothing about the form of a run.
+# Keys of sizes, places and outputs, which do not affect the form of a run.
 _REPLACED: dict[str, object] = {
     "base_output_directory": "", "run_name": "", "model_name": "default", "load_parameters_path": "",
     "load_full_state_path": "", "lora_rank": 0, "steps": _STEPS, "train_samples": None, "train_tokens": None,
@@ -39,7 +39,7 @@ _REPLACED: dict[str, object] = {
     "eval_per_device_batch_size": None, "eval_steps": -1, "eval_samples": 8, "eval_tasks": "", "eval_tasks_limit": None,
     "log_to": "", "profile_steps": "", "generate_prompt": "", "compiled_dir": "", "libtpu_flags": "none",
 }  # fmt: skip
-# At most so many experts, of a width, in groups; and, of a model that has them, of widths of latents.
+# The most experts, their width and groups, and the largest widths of latents.
 _MOST_OF_EXPERTS = {
     "num_experts": 8, "num_experts_per_tok": 2, "base_moe_mlp_dim": 32, "n_routing_groups": 4, "topk_routing_group": 2,
 }  # fmt: skip
@@ -49,13 +49,13 @@ _MOST_OF_LATENTS = {
 
 
 class TinyRun(NamedTuple):
-    """A tiny run of the form of another."""
+    """A tiny run that has the form of another run."""
 
     keys: dict[str, Any]
     mesh: dict[str, int]  # sizes of the axes above 1
 
     def config(self, run_dir: str) -> ConfigDict:
-        """Returns its config: every key is stated in the highest layer, above the environment."""
+        """Returns its config, with every key stated in the highest layer, above the environment."""
         stated = self.keys | {"run_dir": run_dir}
         return load_config(overrides=[f"{name}={key.write(stated[name])}" for name, key in keys().items()])
 
@@ -83,7 +83,7 @@ def _is_used(config: ConfigDict, axis: str) -> bool:
 
 
 def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
-    """Returns a size of the model that its pattern of layers, its stages and the pairs of its heads divide."""
+    """Returns model sizes that suit its pattern of layers, its stages and the pairs of its heads."""
     pattern = len(str(config.attention_type).split(","))
     layers = math.lcm(pattern, stages * int(config.num_pipeline_repeats))
     shared = int(config.base_num_query_heads) // int(config.base_num_kv_heads)
@@ -108,7 +108,7 @@ def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
 
 
 def _batch_keys(config: ConfigDict, sizes: dict[str, int]) -> dict[str, object]:
-    """Returns a small batch that is stated in the form of the config's: constant, a ramp or a schedule."""
+    """Returns a small batch, stated in the same form as the config's: constant, a ramp or a schedule."""
     devices = math.prod(sizes.values())
     parts = int(config.num_pipeline_microbatches)
     parts = parts if sizes["pipeline"] > 1 and 0 < parts <= _MOST_PARTS else -1
@@ -135,7 +135,7 @@ def try_run(config: ConfigDict, trial: TinyRun) -> int:
     """Trains a tiny run in a folder that is removed, looks at the real data, and returns the exit code.
 
     Raises:
-      ConfigError: the message has all faults that were found: of the data, of the tokenizer and of the tiny run.
+      ConfigError: names all faults of the data, of the tokenizer and of the tiny run.
     """
     mesh = " x ".join(f"{axis} {size}" for axis, size in trial.mesh.items()) or "1 device"
     print(

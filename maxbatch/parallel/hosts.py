@@ -32,8 +32,26 @@ _OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|he
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 _REFUSAL, _REFUSED_TIMEOUT_S = "maxbatch/refusal/", 30
-_sequences: defaultdict[str, Iterator[int]] = defaultdict(count)  # numbers of the messages, by channel
-_gathered: dict[str, str] = {}  # by channel the key of this host's last gathered value, which the others may still read
+
+
+class _Channels:
+    """The keys of this host's messages in the store, by channel."""
+
+    def __init__(self) -> None:
+        self._numbers: defaultdict[str, Iterator[int]] = defaultdict(count)
+        self._gathered: dict[str, str] = {}  # the keys of the last gathered values, which other hosts may still read
+
+    def next_key(self, channel: str = "") -> str:
+        """Returns the key of the channel's next message, the same on all hosts."""
+        return "/".join(filter(None, ("maxbatch", channel, str(next(self._numbers[channel])))))
+
+    def gathered(self, channel: str, key: str) -> str | None:
+        """Records the key of a gathered value; returns the key before it, which no host reads any more."""
+        before, self._gathered[channel] = self._gathered.get(channel), key
+        return before
+
+
+_CHANNELS = _Channels()
 
 
 def join(heartbeat_timeout_s: int) -> None:
@@ -162,7 +180,7 @@ def broadcast(make: Callable[[], T]) -> T:
     """Returns on every host the result of `make` on the first one."""
     if jax.process_count() == 1:
         return make()
-    key = _next_key()
+    key = _CHANNELS.next_key()
     if is_first():
         value = make()
         _store().key_value_set(key, json.dumps(value))
@@ -179,19 +197,14 @@ def gather(value: T, channel: str = "") -> list[T]:
     """
     if jax.process_count() == 1:
         return [value]
-    key, store = _next_key(channel), _store()
+    key, store = _CHANNELS.next_key(channel), _store()
     store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
     keys = [f"{key}/{host}" for host in range(jax.process_count())]
     values = [json.loads(store.blocking_key_value_get(key, _LONGEST_WAIT_MS)) for key in keys]
     # Every host has written this value, so every host has read the one that was gathered before.
-    if channel in _gathered:
-        store.key_value_delete(_gathered[channel])
-    _gathered[channel] = f"{key}/{jax.process_index()}"
+    if before := _CHANNELS.gathered(channel, f"{key}/{jax.process_index()}"):
+        store.key_value_delete(before)
     return values
-
-
-def _next_key(channel: str = "") -> str:
-    return "/".join(filter(None, ("maxbatch", channel, str(next(_sequences[channel])))))
 
 
 def _store() -> Any:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 
-_started: list[float] = []  # the time of day at which the command began, until a run takes it
+_STARTED: list[float] = []  # the time of day at which the command began, until a run takes it
 
 
 def mark_start() -> None:
     """Notes that a command begins now."""
-    _started[:] = [time.time()]
+    _STARTED[:] = [time.time()]
 
 
 def take_start() -> float:
     """Returns the time of day at which the command began; now, if there is none or another run took it already."""
-    return _started.pop() if _started else time.time()
+    return _STARTED.pop() if _STARTED else time.time()

@@ -10,6 +10,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Iterator
+from typing import ClassVar
 
 _SLICE_S = 0.5
 
@@ -17,6 +18,7 @@ _SLICE_S = 0.5
 class Patience:
     """How long a request that fails for a passing reason is tried again, in one command."""
 
+    current: ClassVar[Patience]  # of the command that runs
     seconds = 300.0
     hurried_seconds = 20.0  # after a request to stop, for all requests together
     last_seconds = 2.0  # after that, for each
@@ -76,16 +78,15 @@ class Patience:
             time.sleep(min(left, _SLICE_S))
 
 
-_current = Patience()
+Patience.current = Patience()
 
 
 def patience() -> Patience:
     """Returns the patience of the command that runs."""
-    return _current
+    return Patience.current
 
 
 def begin() -> Patience:
     """Returns the patience of a command that begins, without a request to stop."""
-    global _current
-    _current = Patience(_current)
-    return _current
+    Patience.current = Patience(Patience.current)
+    return Patience.current

@@ -16,8 +16,8 @@ from maxbatch.system.errors import EXIT_FAILED
 from maxbatch.system.patience import begin, patience
 
 _GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C, or SIGTERM where nothing waits to save
-_waits: list[str] = []  # the steps that a signal waits for, the innermost last
-_unanswered: set[int] = set()  # signals that neither the handler nor the watching thread has answered yet
+_WAITS: list[str] = []  # the steps that a signal waits for, the innermost last
+_UNANSWERED: set[int] = set()  # signals that neither the handler nor the watching thread has answered yet
 
 
 class Stopping:
@@ -47,17 +47,17 @@ class Stopping:
         self._patience.hurry()  # a store that does not respond must not keep the process
 
     def __enter__(self) -> Self:
-        self._patience = patience() if _waits else begin()
-        if not _waits:
-            _unanswered.update(self.numbers)
-        _waits.append(self._waits_for)  # before its handlers are set, until they are removed: `_end_if_nothing_waits`
+        self._patience = patience() if _WAITS else begin()
+        if not _WAITS:
+            _UNANSWERED.update(self.numbers)
+        _WAITS.append(self._waits_for)  # before its handlers are set, until they are removed: `_end_if_nothing_waits`
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        _waits.pop()
+        _WAITS.pop()
 
 
 def watch_signals() -> None:
@@ -71,7 +71,7 @@ def watch_signals() -> None:
     # The interpreter's own handler writes the number of the signal at once; Python's handlers wait for the main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _on_sigterm)
-    _unanswered.update(Stopping.numbers)
+    _UNANSWERED.update(Stopping.numbers)
     threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
 
 
@@ -108,8 +108,8 @@ def _watch(reading: int) -> None:
             time.sleep(_GRACE_S)
             _end()
         is_interrupted = is_interrupted or number == signal.SIGINT
-        if _waits:
-            _answer(number, _waits[-1])
+        if _WAITS:
+            _answer(number, _WAITS[-1])
         elif number == signal.SIGINT:
             _later(1.0, _answer, number, "as soon as the current work has ended")
         else:
@@ -123,7 +123,7 @@ def _later(seconds: float, function: Callable[..., None], *arguments: object) ->
 
 
 def _end_if_nothing_waits() -> None:
-    if not _waits:
+    if not _WAITS:
         _end()
 
 
@@ -135,7 +135,7 @@ def _end() -> None:
 def _answer(number: int, waits_for: str) -> None:
     """Prints, once per signal, what the command waits for: the first of the two threads to get here does."""
     try:
-        _unanswered.remove(number)
+        _UNANSWERED.remove(number)
     except KeyError:
         return
     if waits_for:

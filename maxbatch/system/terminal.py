@@ -62,11 +62,10 @@ def discard_output() -> None:
 
 
 class PlainTable(Table):
-    """A table without lines, of which no cell is cut off.
+    """A borderless table that truncates no cell.
 
-    Where its columns do not fit next to each other, they follow in further tables, each of which begins with the first
-    column and leaves out rows that are empty but for it. Only a cell that is wider than the terminal by itself is
-    folded, between words.
+    Columns that do not fit side by side follow in further tables, each of which repeats the first column and leaves out
+    rows that have nothing else. Only a cell that is itself wider than the terminal is folded, between words.
     """
 
     def __init__(self, *heads: str, justify: JustifyMethod = "left") -> None:

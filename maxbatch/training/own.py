@@ -11,7 +11,7 @@ import hashlib
 import inspect
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -63,7 +63,7 @@ class Loss(Protocol):
         """
 
 
-Optimizer = OptimizerMaker | optax.GradientTransformation
+Optimizer: TypeAlias = OptimizerMaker | optax.GradientTransformation
 
 
 class Parts(NamedTuple):

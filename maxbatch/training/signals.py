@@ -13,7 +13,7 @@ from jax.experimental import multihost_utils
 
 from maxbatch.system.stopping import Stopping
 
-_calls = count(1)  # numbers the calls of `before_update` in this process, over all of its runs
+_CALLS = count(1)  # numbers the calls of `before_update` in this process, over all of its runs
 
 
 class StopRequest(Stopping):
@@ -43,7 +43,7 @@ class StopRequest(Stopping):
         if not self._several_hosts:
             return self.is_asked
         # The hosts agree on the call after the last one that any of them has made.
-        if multihost_utils.reached_preemption_sync_point(next(_calls)):
+        if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
             self.signal_name = self.signal_name or "SIGTERM"
             return True
         return False

@@ -104,7 +104,7 @@ def test_an_outage_while_a_checkpoint_begins_is_given_up_after_the_bound_that_th
     saving = Saving(store.bucket() + "/run")
     saving.save(3)
     monkeypatch.setattr(Patience, "seconds", 1.5)
-    monkeypatch.setattr(patience, "_current", Patience())  # what a failed save makes of it is of this test
+    monkeypatch.setattr(Patience, "current", Patience())  # what a failed save makes of it is of this test
     with store.failing(matching=r"checkpoints/(\.building-\w+-)?4", share=1.0, kinds=CLIENTS_GAVE_UP):
         with pytest.raises(
             StoreFailed, match=r"does not answer .*\(tried for \d+ s\); run the same command again later$"

@@ -34,12 +34,12 @@ from maxbatch.system.leases import leased
 from maxbatch.system.locks import take_lock
 from maxbatch.system.storage import AnyPath, clone_tree, kept_here, remove_tree
 
-_LOCK_S = 20  # for the branch of a command that was killed to end
+_LOCK_S = 20  # wait for the branch of a killed command to end
 
 
 @contextlib.contextmanager
 def locked(folder: AnyPath) -> Iterator[BinaryIO]:
-    """Holds the lock on a folder, which is free once this process and its branch have closed it."""
+    """Holds the lock on a folder, which is released once this process and its branch have closed it."""
     with leased(folder, "measures in it; wait for it"), _lock_on(folder) as lock:
         yield lock
 
@@ -68,18 +68,18 @@ class Branches:
         return read_outcome(self.folder(branch)) is not None
 
     def left(self) -> list[Branch]:
-        """Returns the branches that are still to be trained, some of them half way."""
+        """Returns the branches that are not finished."""
         return [branch for branch in self.all if not self.is_done(branch)]
 
     def samples_done(self, branch: Branch) -> int:
-        """Returns how many of its samples a branch was trained on."""
+        """Returns the number of samples that a branch was trained on."""
         if self.is_done(branch):
             return branch.samples
         records = scan_metrics(self.folder(branch)).records
         return records[-1][Metric.SAMPLES_SEEN] - branch.fork.samples_seen if records else 0
 
     def finish(self, branch: Branch, status: Status, reason: str) -> None:
-        """Records how a branch ended and removes its checkpoints; one whose last losses are not finite diverged."""
+        """Records the end of a branch and removes its checkpoints; without finite last losses it diverged."""
         if status == Status.DONE and self._last_chunks(branch) is None:
             status, reason = Status.DIVERGED, "its last losses are not finite"
         write_outcome(self.folder(branch), RecordedOutcome(status, reason))
@@ -104,7 +104,7 @@ class Branches:
     def fork(self) -> None:
         """Writes the config and the checkpoint of every branch that has not begun.
 
-        All of them before the first one trains: a run that is still training removes its old checkpoints.
+        All are written before the first one trains, because a run that still trains removes its old checkpoints.
         """
         for branch in self.all:
             origin = self.folder(branch) / "branch.json"
@@ -126,7 +126,7 @@ class Branches:
         try:
             clone_tree(source, folder / "checkpoints" / str(step), last=COMMITTED_FILE)
             note_steps(folder / "checkpoints", [step])
-        except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
+        except (ConfigError, TrainingError):  # an object store that refuses or does not answer
             raise
         except OSError as error:
             raise ConfigError(f"{source}: cannot be forked ({error}); name others with --checkpoints") from None
@@ -209,7 +209,7 @@ class BranchRuns:
 
 
 class BranchProgress(LinesAboveBar):
-    """How far the branches are, all together: a bar on a terminal, elsewhere a line for each branch."""
+    """The progress of all branches: a bar on a terminal, elsewhere a line per branch."""
 
     def __init__(self, console: Console, branches: Branches) -> None:
         self._branches = branches

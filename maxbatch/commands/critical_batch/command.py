@@ -59,10 +59,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measures, or continues to, and returns the exit code: 75 after a signal to stop.
+    """Runs or continues a measurement, and returns the exit code: 75 after a signal to stop.
 
     Raises:
-      ConfigError: the run cannot be measured in this way; the message names a way that works.
+      ConfigError: the run cannot be measured with these flags; the message names flags that work.
       TrainingError: a branch failed, or every branch of a checkpoint diverged.
     """
     measured = MeasuredRun.read(as_typed(args.run), args.simulate_devices or _num_devices())
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> MeasurementPlan:
-    """Returns the plan of these flags: the one of their first use, even if the run went on since."""
+    """Returns the plan of these flags as of their first use, even if the run has continued since."""
     path = folder / "plans.json"
     plans: dict[str, dict[str, Any]] = read_json(path, "remove it", dict) or {}
     stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
@@ -137,7 +137,7 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
 
 
 def _num_devices() -> int:
-    """Returns the number of devices that a branch will see; another process counts them, so they stay free."""
+    """Returns the number of devices of a branch, counted in another process so that they stay free."""
     found = subprocess.run(
         [sys.executable, "-c", "import jax; print(jax.device_count())"], capture_output=True, text=True
     )

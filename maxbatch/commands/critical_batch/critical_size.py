@@ -26,8 +26,8 @@ class CriticalSize(NamedTuple):
     """The critical batch size at one checkpoint."""
 
     batch_size: int  # the largest batch whose loss is within the tolerance
-    is_at_least: bool  # it is the largest batch that was tried; it may be larger
-    is_at_most: bool  # not even the second smallest batch that was tried is within; it may be smaller
+    is_at_least: bool  # the largest batch that was tried; the true value may be larger
+    is_at_most: bool  # not even the second smallest batch is within; the true value may be smaller
     is_below_base: bool  # a smaller batch than the run's own is better by more than the tolerance
 
 
@@ -63,8 +63,8 @@ def smoothed(chunks: Sequence[Chunk]) -> float:
 def standard_error(chunks: Sequence[Chunk], base: Sequence[Chunk]) -> float | None:
     """Returns the standard error of the difference of two branches' smoothed losses, paired chunk by chunk.
 
-    The chunks hold the same samples in both, so the rest is noise of the training and not of the data.
-    Chunks follow one another and are not independent: it is a lower bound. None for fewer than two chunks.
+    The chunks hold the same samples in both, so the remaining noise comes from training and not from the data.
+    Consecutive chunks are not independent, so this is a lower bound. None for fewer than two chunks.
     """
     differences = [mine.loss - its.loss for mine, its in zip(chunks, base, strict=True)]
     return statistics.stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else None
@@ -100,7 +100,7 @@ def schedule(points: Sequence[tuple[int, int]], start: int) -> list[tuple[int, i
     allowed = list(zip(positions, smallest_later, strict=True))
     stages, batch = {0: start}, 2 * start
     while batch <= smallest_later[-1]:
-        stages[_reaches(allowed, batch)] = batch  # of two doublings at one position the second stays
+        stages[_reaches(allowed, batch)] = batch  # of two doublings at one position the second counts
         batch *= 2
     return list(stages.items())
 
@@ -113,6 +113,6 @@ def _reaches(allowed: Sequence[tuple[int, int]], batch: int) -> int:
         return position
     before, below = allowed[index - 1]
     share = math.log(batch / below) / math.log(value / below)
-    # minus the rounding: 400.0000000001 is 400
+    # without rounding errors: 400.0000000001 is 400
     reached: int = math.ceil(before * (position / before) ** share - 1e-6)
     return reached

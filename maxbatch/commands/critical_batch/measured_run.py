@@ -36,7 +36,7 @@ class MeasuredRun:
     path: AnyPath
     config: ConfigDict
     records: list[dict[str, Any]]  # its updates
-    checkpoints: dict[int, CheckpointRecord]  # the committed ones, by step
+    checkpoints: dict[int, CheckpointRecord]  # committed checkpoints, by step
     num_devices: int  # of the branches
 
     @classmethod

@@ -1,4 +1,4 @@
-"""The plan of a measurement: checkpoints, batches, and the length of a branch. One that would tell nothing is refused.
+"""The plan of a measurement: checkpoints, batches, and the length of a branch. Refuses uninformative plans.
 
 A fork is a checkpoint that branches start from; a branch is a run from there with another batch.
 """
@@ -124,7 +124,7 @@ def make_plan(
 
 
 def check_plan(run: MeasuredRun, plan: MeasurementPlan) -> bool:
-    """Returns whether an earlier plan matches this run as it is now, on devices that hold its batches."""
+    """Returns whether an earlier plan matches the current run, on devices that hold its batches."""
     _held(run, plan.forks, plan.factors)
     return all(run.fork_at(fork.step) == fork for fork in plan.forks if fork.step in run.checkpoints)
 
@@ -157,7 +157,7 @@ def _fault(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | No
 
 
 def _working(forks: Sequence[Fork], factors: Sequence[Fraction], samples: int | None, most: int) -> str:
-    """Returns the message's advice for a fault: all flags that have to change, or a longer run if none can mend it."""
+    """Returns the advice for a fault: all flags that have to change, or a longer run if no flags help."""
     least = _least(forks, factors)
     if _fault(forks, factors, samples, most) == "few" and least <= most:
         return f"works: --samples {least}"
@@ -196,7 +196,7 @@ def _forks(run: MeasuredRun, steps: Sequence[int] | None) -> tuple[Fork, ...]:
 def _spread(run: MeasuredRun) -> list[int]:
     """Returns up to MOST_FORKS steps, evenly over the logarithm of their position.
 
-    Those within the warmup of the learning rate and the one that ends the run are left out if there are others.
+    Steps within the warmup of the learning rate and the last step of the run are left out if there are others.
     """
     total = run.total_samples
     warmup = 0 if total is None else warm_up_end(RatesConfig.of(run.config), total)
@@ -213,7 +213,7 @@ def _spread(run: MeasuredRun) -> list[int]:
 
 
 def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | None) -> tuple[Fraction, ...]:
-    """Returns the factors whose batches are whole and held evenly by the devices; refuses stated ones that are not."""
+    """Returns the factors whose batches are whole and divide over the devices; refuses stated ones that do not."""
     config = PlanConfig.of(run.config)
     unit = MicrobatchUnit.from_config(config, MeshShape.from_config(config, run.num_devices))
 
@@ -238,5 +238,5 @@ def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | 
 
 
 def joined(values: Sequence[object]) -> str:
-    """Returns values as a flag of the command states them."""
+    """Returns values as text for a flag of the command."""
     return ",".join(map(str, values))

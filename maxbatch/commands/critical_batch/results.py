@@ -1,4 +1,4 @@
-"""The results of a measurement: the table, the JSON, and the command that trains by the schedule."""
+"""The results of a measurement: the table, the JSON, and the command that trains with the schedule."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class BranchResult(NamedTuple):
     learning_rate: float
     updates: int
     loss: float | None  # smoothed; None where it diverged
-    difference: float | None  # from the base branch's, where both have one
+    difference: float | None  # difference from the base branch's, if both have one
     standard_error: float | None  # of the difference
     folder: str
 
@@ -43,7 +43,7 @@ class BranchResult(NamedTuple):
         return f"{self.difference:+.4f}{error}"
 
     def within(self, tolerance: float) -> str:
-        """Returns whether it is within the tolerance, with a question mark if its noise is larger than the gap."""
+        """Returns whether the branch is within the tolerance, with a question mark if noise exceeds the gap."""
         if self.difference is None:
             return "no" if self.loss is None else "yes"
         is_doubtful = abs(self.difference - tolerance) < (self.standard_error or 0)
@@ -87,7 +87,7 @@ class Measurement:
 
     @functools.cached_property
     def forks(self) -> list[ForkResult]:
-        """Returns the results of every checkpoint; raises TrainingError for one of which every branch diverged."""
+        """Returns the results of every checkpoint; raises TrainingError if every branch of one diverged."""
         return [self._fork_result(fork) for fork in self.plan.forks]
 
     def _fork_result(self, fork: Fork) -> ForkResult:
@@ -112,7 +112,7 @@ class Measurement:
 
     @property
     def stages(self) -> list[tuple[int, int]]:
-        """The schedule that follows, as (samples, batch); it begins below the run's own batch if that was too large."""
+        """The resulting schedule, as (samples, batch); starts below the run's own batch if that was too large."""
         points = [(result.fork.samples_seen, result.critical.batch_size) for result in self.forks]
         return schedule(points, min(self.run.first_batch_size, *(batch for _, batch in points)))
 
@@ -137,7 +137,7 @@ class Measurement:
         return shlex.join(words)
 
     def to_json(self) -> dict[str, object]:
-        """Returns everything that was measured, and the schedule and the command that follow."""
+        """Returns all measurements, and the resulting schedule and command."""
         return {
             "run": str(self.run.path),
             "tolerance": self.tolerance,

@@ -24,7 +24,7 @@ from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
 from maxbatch.training.compile.target import Target
 
-# From the least to the most rematerialisation; all are tried if the global batch is stated, and the config's own.
+# From least to most rematerialisation; if the global batch is stated, all and the config's own are tried.
 POLICIES = ("none", "minimal", "full")
 _MOST_ROWS = 1 << 16  # of a micro-batch and data shard that the search tries
 
@@ -75,7 +75,7 @@ class Sizes:
             return cls(n, multiples, None, accumulation)
         batch = plan.global_batch_size_to_train_on
 
-        def fewest(rows: int) -> int:  # that hold the batch in as many passes, as the plan takes them
+        def fewest(rows: int) -> int:  # rows that hold the batch in as many passes as the plan takes
             return -(-batch // (-(-batch // rows) * unit)) * unit
 
         fits = [rows for rows in multiples if (rows == fewest(rows) if config.batch_padding else batch % rows == 0)]
@@ -92,7 +92,7 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """The question: a config, its devices, and the axes and sizes left open."""
+    """A request for a batch: a config, its devices, and the axes and sizes left open."""
 
     config: ConfigDict  # as the user states it
     target: Target
@@ -126,9 +126,9 @@ class Choice:
 
     @property
     def rank(self) -> tuple[float, int, int]:
-        """The order of ways: the least modelled time for a sample first.
+        """The sort key of ways: the least modelled time per sample comes first.
 
-        Without a clock it is the largest micro-batch, and among equals the least rematerialisation.
+        Without a clock the largest micro-batch comes first, then the least rematerialisation.
         """
         order = POLICIES.index(self.remat_policy) if self.remat_policy in POLICIES else len(POLICIES)
         return (self.modelled.modelled_step_s or 0.0) / self.global_batch, -self.shape.micro_batch, order
@@ -137,12 +137,12 @@ class Choice:
         """Returns the config keys that the choice changes."""
         changes: dict[str, Value] = {"per_device_batch_size": self.per_device_batch_size}
         changes |= {"remat_policy": self.remat_policy} if wanted.states_batch else {}
-        if self.remat_policy != "custom":  # which alone may state where tensors are kept
+        if self.remat_policy != "custom":  # only it may state where tensors are kept
             changes |= {name: REMAT_TENSORS[name][0] for name in customised_tensors(wanted.config)}
         return changes | (keys_to_state(self.mesh, wanted.config) if wanted.any_mesh else {})
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the choice as `--json` prints it."""
+        """Returns the choice for `--json`."""
         number, modelled = self.per_device_batch_size, self.modelled.to_dict()
         del modelled["operations"]
         return {
@@ -161,7 +161,7 @@ class Choice:
 
 
 def choose(oracle: CompilerOracle, sizes: Sizes, at_once: int) -> Choice | None:
-    """Returns the largest micro-batch that fits under the oracle's config; None if not even the smallest does.
+    """Returns the largest micro-batch that fits under the oracle's config; None if none fits.
 
     It compiles `at_once` sizes at a time.
     """
@@ -184,7 +184,7 @@ def choose_smaller(oracle: CompilerOracle, sizes: Sizes, than: Choice) -> Choice
 
 
 def _chosen(oracle: CompilerOracle, sizes: Sizes, size: int, following: Verdict | None = None) -> Choice:
-    """Returns the choice of a size that fits; compiles the next larger one if its verdict is not given."""
+    """Returns the choice of a size that fits; compiles the next larger size if its verdict is unknown."""
     shape, *larger = (sizes.shape(rows) for rows in sizes.rows[size - 1 : size + 1])
     verdict, *next_verdict = oracle.ask(shape, *([] if following else larger))
     slots = shape.micro_batch * shape.max_micro_batches

@@ -94,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 class _Search(NamedTuple):
-    """A search on devices that is done."""
+    """A finished search on devices."""
 
     wanted: Wanted
     ways: list[Way]
-    choices: list[Choice]  # that fit, the best first
+    choices: list[Choice]  # those that fit, best first
     skipped: list[str]  # ways without time
 
 
@@ -124,7 +124,7 @@ def _search(config: ConfigDict, target: Target, args: argparse.Namespace, say: C
 
 
 def _stated(args: argparse.Namespace) -> frozenset[str]:
-    """Returns the keys that are stated above base.yml."""
+    """Returns the keys stated above base.yml."""
     settings = resolve(*config_arguments(args))
     return frozenset(name for name, setting in settings.items() if setting.layer != "base.yml")
 
@@ -169,7 +169,7 @@ def _with(config: ConfigDict, **changes: object) -> ConfigDict:
 
 
 def _least(ways: Sequence[Way]) -> Verdict:
-    """Returns the verdict on the program that needs the least memory of those that were compiled."""
+    """Returns the verdict on the compiled program that needs the least memory."""
     return min((asked.verdict for way in ways for asked in way.oracle.asked.values()), key=_needed)
 
 
@@ -189,7 +189,7 @@ def _nothing_fits(ways: Sequence[Way], target: Target) -> TrainingError:
 
 
 def _too_large(ways: Sequence[Way], target: Target) -> str:
-    """Returns in words that not even the smallest micro-batch fits."""
+    """Returns the message that not even the smallest micro-batch fits."""
     last = ways[-1]
     smallest = last.sizes.per_device(last.sizes.rows[0])
     more = "" if last.oracle.config.remat_policy == "full" else "remat_policy=full, "
@@ -200,7 +200,7 @@ def _too_large(ways: Sequence[Way], target: Target) -> str:
 
 
 def _check_writable(path: Path) -> None:
-    """Raises ConfigError for a file that could not take the choice, before anything is compiled."""
+    """Raises ConfigError if the choice could not be written to a file, before anything is compiled."""
     changed = path if path.exists() else path.parent
     if changed == path:
         compose(path)

@@ -1,4 +1,4 @@
-"""The meshes that `fit --mesh auto` tries: a short list, the likely best first. No JAX."""
+"""The meshes that `fit --mesh auto` tries: a short list, likely best first. No JAX."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _FREE = ("data", "fsdp", "tensor")
 
 
 def mesh_keys(shape: MeshShape) -> dict[str, int]:
-    """Returns a mesh as config keys, all of them."""
+    """Returns all config keys of a mesh."""
     nets = {"ici": shape.ici, "dcn": shape.dcn}
     return {axis_key(net, axis): sizes[axis] for net, sizes in nets.items() for axis in AXES}
 
 
 def keys_to_state(shape: MeshShape, config: Mapping[str, Value]) -> dict[str, int]:
-    """Returns the keys that state a mesh beside those of a config: without the axes that have one device in both."""
+    """Returns the keys that state a mesh beside a config's, without axes that have one device in both."""
     return {key: size for key, size in mesh_keys(shape).items() if size != 1 or config[key] != 1}
 
 

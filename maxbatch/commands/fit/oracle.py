@@ -36,7 +36,7 @@ from maxbatch.training.compile.saved import program_keys, versions
 from maxbatch.training.compile.target import Target, device_facts
 from maxbatch.training.programs import Programs, ProgramsConfig
 
-_FORMAT = 4  # of an answer on disk
+_FORMAT = 4  # version of an answer on disk
 
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 _compiling = threading.Semaphore(CORES)  # one compilation keeps about one core busy
@@ -52,7 +52,7 @@ class Asked(NamedTuple):
 
 
 class CompilerOracle:
-    """The compiler as a judge of whether the update of a config fits with batches of given shapes.
+    """The compiler, asked whether the update of a config fits with batches of given shapes.
 
     The batch keys of the config are ignored; `say` is called with a line of text before each compilation: the program
     and the verdicts so far.
@@ -76,7 +76,7 @@ class CompilerOracle:
         return Programs(ProgramsConfig.of(self.config), self.target.devices, self.mesh)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
-        """Returns the verdicts on batches of these shapes, compiled side by side if there are cores."""
+        """Returns the verdicts on batches of these shapes, compiled in parallel if there are cores."""
         new = [shape for shape in shapes if shape not in self.asked]
         with ThreadPoolExecutor(max(1, len(new)), "maxbatch-fit") as pool:
             self.asked.update(zip(new, pool.map(self._find_out, new), strict=True))
@@ -111,7 +111,7 @@ class CompilerOracle:
         return Asked(verdict, False, modelled)
 
     def _bounds(self) -> str:
-        """Returns the verdicts so far, as the end of a message."""
+        """Returns the verdicts so far, for the end of a message."""
         verdicts = {shape.micro_batch: asked.verdict.fits for shape, asked in self.asked.items()}
         fits, fails = ([rows for rows, is_fit in verdicts.items() if is_fit is wanted] for wanted in (True, False))
         said = [f"{max(fits):,} fits"] if fits else []

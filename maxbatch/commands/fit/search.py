@@ -1,13 +1,13 @@
 """The search for the largest size that fits, with few compilations. No JAX.
 
 Sizes are numbered from 1; `rows[i - 1]` is the micro-batch of size i and grows with i. The search ends when a size fits
-and the next one does not. The way there depends on the cost of a compilation:
+and the next one does not. Its method depends on the cost of a compilation:
 
-- The compilers of CPUs and GPUs always work to the end. The search takes memory for a line in the rows, first an
-  estimated one, then through the compiler's own figures, and asks where the line meets the limit.
-- The TPU compiler refuses within seconds what cannot fit and works for a minute on what can. Close to the limit it
-  saves memory because it must, so the figures of what fits say little. The search comes from above, from refusal to
-  refusal by the bytes that each names, and compiles few sizes that fit.
+- The compilers of CPUs and GPUs always finish. The search assumes that memory is linear in the rows, first by an
+  estimate, then by the compiler's own figures, and asks for the size at which the line meets the limit.
+- The TPU compiler refuses within seconds a program that cannot fit, and compiles for a minute one that does. Close to
+  the limit it saves memory, so the figures of programs that fit predict little. The search starts above the limit,
+  goes from refusal to refusal by the bytes that each names, and compiles few sizes that fit.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from maxbatch.training.compile.memory import Verdict
 
 _LINES = 5  # rounds after which the search bisects, in case memory is not a line
-_DESCENTS = 24  # the same from above; the rest is then quartered from its upper end, for more refusals
+_DESCENTS = 24  # the same from above; then it quarters the rest from its upper end, to get more refusals
 _ABOVE = 4  # a search from above begins at this multiple of the estimate
 _FASTEST = 8  # most growth from one question to the next while nothing has failed
 
@@ -67,7 +67,7 @@ class _Search:
         guess = self._last_within(self.line.rows_within(self.limit))
         if self.refused:
             return max(guess, self.fits + 1)
-        # Past the line, which was wrong before, the steps grow.
+        # Beyond the line, which was wrong before, the steps grow.
         beyond = guess < self.fits + self.stride
         guess = max(guess, self.fits + self.stride)
         self.stride = 2 * self.stride if beyond else 1
@@ -111,13 +111,13 @@ def largest_fitting(
     at_once: int = 1,
     refusals_are_cheap: bool = False,
 ) -> int:
-    """Returns the largest size that fits a device of `limit` bytes; 0 if not even the first does.
+    """Returns the largest size that fits a device of `limit` bytes; 0 if none does.
 
     Args:
       line: an estimate of memory.
       ask: returns the verdicts on numbers of rows, found side by side.
-      at_once: sizes in one question: a guess and those after it, which are needed if it fits.
-      refusals_are_cheap: whether to come from above.
+      at_once: sizes in one request: a guess and the next ones, which are needed if the guess fits.
+      refusals_are_cheap: whether to search from above.
     """
     search = _Search(rows, limit, line, fails=len(rows) + 1)
     while search.fails - search.fits > 1:

@@ -1,4 +1,4 @@
-"""`fit --survive`: the way to the same batch on every machine that is left when slices are lost."""
+"""`fit --survive`: the same batch on every machine that remains when slices are lost."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class FittedMachine(NamedTuple):
     slices: int
     hosts: int
     devices: int
-    refusal: str | None  # why the run does not start on it, or does not fit; None if it does
+    refusal: str | None  # why the run is refused there, or does not fit; None if it runs
     choice: Choice | None
     keys: str  # the keys that the choice changes, as overrides
 
     def to_dict(self) -> dict[str, object]:
-        """Returns the row as `--json` prints it."""
+        """Returns the row for `--json`."""
         found: dict[str, object] = self.choice.to_dict() if self.choice else {}
         return {
             "slices": self.slices, "hosts": self.hosts, "devices": self.devices, "refusal": self.refusal, **found,

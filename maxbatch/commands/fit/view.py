@@ -1,4 +1,4 @@
-"""The output of `maxbatch fit`: one JSON object, or tables for a person."""
+"""The output of `maxbatch fit`: one JSON object, or tables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ways to a batch that fit, within a time: each costs a compilation."""
+"""The ways to a batch that fit, found within a time budget: each costs a compilation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from functools import partial
 from maxbatch.commands.fit.choices import Choice, Sizes, choose, choose_smaller
 from maxbatch.commands.fit.oracle import CORES, CompilerOracle
 
-_BUDGET_S = 350  # within which the ways that are compiled one after the other are done
+_BUDGET_S = 350  # budget of the ways that are compiled one after the other
 _SIGN_OF_LIFE_S = 30
 _LIKELY_BEST = ("minimal", "full")  # the policies that are compiled first
 
@@ -27,13 +27,13 @@ class Way:
 
     @property
     def name(self) -> str:
-        """What it is called where it is left out."""
+        """Its name in the list of ways left out."""
         policy: str = self.oracle.config.remat_policy
         return f"{self.mesh} remat_policy={policy}" if self.mesh else policy
 
 
 class Stopwatch:
-    """The time since it was made, and the longest that one way took."""
+    """The time since its creation, and the longest time of a way."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now, self._started, self._longest = now, now(), 0.0
@@ -47,7 +47,7 @@ class Stopwatch:
 
     @property
     def has_time(self) -> bool:
-        """Whether another way would be done within the budget if it took as long as the longest so far."""
+        """Whether another way would fit into the budget if it took as long as the longest so far."""
         return self._now() - self._started + self._longest <= _BUDGET_S
 
 
@@ -58,9 +58,9 @@ def find_ways(
 
     Args:
       ways: each gives the largest micro-batch that fits.
-      in_turn: one after the other while there is time, the likely best first; else side by side.
+      in_turn: one after the other while there is time, likely best first; otherwise in parallel.
       cuts: whether smaller micro-batches are tried in the time that is left; only `in_turn`.
-      say: called with a line of text for a person.
+      say: called with a line of text to print.
     """
     find = partial(_one_by_one, ways, Stopwatch(), cuts) if in_turn else partial(_side_by_side, ways)
     # In a thread, which a Ctrl-C does not wait for.
@@ -82,7 +82,7 @@ def find_ways(
 
 
 def _side_by_side(ways: Sequence[Way]) -> tuple[list[Choice], list[Way]]:
-    """Returns the choice of each way; with enough cores, also compiles a size and the next one side by side."""
+    """Returns the choice of each way; with enough cores, also compiles two neighbouring sizes in parallel."""
     at_once = min(2, max(1, CORES // len(ways)))
     with ThreadPoolExecutor(len(ways), "maxbatch-fit") as pool:
         found = list(pool.map(lambda way: choose(way.oracle, way.sizes, at_once), ways))

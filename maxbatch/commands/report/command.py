@@ -44,7 +44,7 @@ from maxbatch.system.folding import counted, printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
 
-MOST_CURVES = 12  # of a sweep's trials; more lines than that cannot be distinguished
+MOST_CURVES = 12  # most trials of a sweep; more lines cannot be distinguished
 _MOST_LOADS = 500  # updates in a map of the loads of experts
 _LONG_S = 3 * 3600
 _BRANCH = {"batch_size": int, "learning_rate": float, "updates": int, "loss": float | None, "difference": float | None}
@@ -75,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the page.
 
     Raises:
-      ConfigError: a folder is not one of a run, the page cannot be written, or plotly is not installed.
+      ConfigError: a folder is not a run's, the page cannot be written, or plotly is not installed.
     """
     paths = [as_typed(text) for text in args.runs]
     if args.json:
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     beside = paths[0] if len(paths) == 1 else Path()
     output = as_typed(args.output) if args.output else beside / "report.html"
-    drawn = _changed(paths)  # before they are read: a line that comes in between is news to `--watch`
+    drawn = _changed(paths)  # before they are read, so that `--watch` notices a line written meanwhile
     found = _read(paths)
     _page(paths, found, args.watch or 0).write(output)
     for run in (run for one in found if one.sweep is None for run in one.runs):
@@ -110,7 +110,7 @@ def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[
             if time.monotonic() - written >= seconds and (changed := _changed(paths)) != drawn:
                 make_page(paths, seconds).write(output)
                 drawn, written = changed, time.monotonic()
-    make_page(paths).write(output)  # the last one stays as it is
+    make_page(paths).write(output)  # the last page stays
 
 
 def _changed(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
@@ -127,14 +127,14 @@ def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
 
 
 class _Found(NamedTuple):
-    """What a folder holds."""
+    """The content of a folder."""
 
     sweep: dict[str, Any] | None  # None for a run
     runs: list[ReportedRun]  # of a sweep, its best trials
 
 
 def _read(paths: Sequence[AnyPath]) -> list[_Found]:
-    """Returns what these folders hold."""
+    """Returns the contents of these folders."""
     return [
         _read_sweep(path, f"{name}: " if len(paths) > 1 else "")
         if _is_sweep(path)
@@ -241,7 +241,7 @@ def _loads(run: ReportedRun, is_one_of_many: bool) -> Figure | None:
 
 
 def _names(paths: Sequence[AnyPath]) -> list[str]:
-    """Returns the shortest ends of the paths that tell them apart."""
+    """Returns the shortest distinct ends of the paths."""
     real = [os.path.realpath(path) if isinstance(path, Path) else str(path) for path in paths]
     parts = [PurePosixPath(text).parts for text in real]
     for depth in range(1, max(map(len, parts)) + 1):
@@ -260,7 +260,7 @@ _MOST_STAGES = 200
 
 
 def plan_of(run: ReportedRun, is_open: bool) -> str:
-    """Returns the devices of a run, its batch plan there and its table of stages, under a fold, as HTML."""
+    """Returns the devices of a run, its batch plan and its table of stages, as a foldable part of HTML."""
     if run.config is None:
         return ""
     parts = [_devices_table(run.devices)] if run.devices else []
@@ -299,7 +299,7 @@ def _devices_table(history: Sequence[DevicesUsed]) -> str:
 
 
 def config_differences(runs: Sequence[ReportedRun]) -> str:
-    """Returns the keys in which the runs' configs differ, for one run those that differ from base.yml, as HTML."""
+    """Returns, as HTML, the keys in which the runs' configs differ; for one run, from base.yml."""
     configs = [(run.name, run.config) for run in runs if run.config is not None]
     title = "where the runs differ"
     if len(configs) == 1:

@@ -1,4 +1,4 @@
-"""Where the time of a run went: its sessions as a bar and a table, and as JSON."""
+"""The time of a run by purpose: its sessions as a bar and a table, and as JSON."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxbatch.pages.page import heading, paragraph, shares_bar, table
 from maxbatch.runs.sessions import Session, TimePart, goodput, lost_updates, total_seconds
 from maxbatch.system.folding import counted
 
-# The order of the bar: what trains, what it needs, what is lost.
+# The order of the bar: training, its overhead, losses.
 _WORDS = {
     TimePart.UPDATES_KEPT: "updates kept", TimePart.WAITING_FOR_DATA: "waiting for data", TimePart.EVAL: "eval",
     TimePart.CHECKPOINTS: "checkpoints", TimePart.START_UP: "start-up", TimePart.RESTORING: "restoring",

@@ -1,4 +1,4 @@
-"""A run as a report draws it: its panels, their columns, smoothed and thinned, its totals."""
+"""A run in a report: its panels, their columns, smoothed and thinned, its totals."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ PANELS = (
 )  # fmt: skip
 COLUMNS = tuple(column for panel in PANELS for column, _ in panel.lines)
 _OF_FUNCTIONS = M.REWARD_BY_FUNCTION.of("")
-FIRST_UPDATES = 2  # of a run of more than `SHORT_RUN`: caches and clocks of the machine are still cold
+FIRST_UPDATES = 2  # of a run of more than `SHORT_RUN` updates: the machine's caches and clocks are still cold
 SHORT_RUN = 10
 MOST_POINTS = 20_000
 MOST_BYTES = 1_200_000  # of the columns of all runs on a page
@@ -68,14 +68,14 @@ class ReportedRun:
     path: AnyPath
     config: ConfigDict | None  # None for a folder without one
     records: list[dict[str, Any]]  # the lines of its metrics
-    devices: list[DevicesUsed]  # the oldest first; nothing for a run that did not record them
-    sessions: list[Session]  # the oldest first; nothing for a run that did not record them
-    holes: list[int]  # lines of the metrics with a number that is not finite, which is left out
-    most_points: int = MOST_POINTS  # that are drawn, but for evals and the starts of stages
+    devices: list[DevicesUsed]  # oldest first; empty if the run did not record them
+    sessions: list[Session]  # oldest first; empty if the run did not record them
+    holes: list[int]  # lines of the metrics with a number that is not finite
+    most_points: int = MOST_POINTS  # drawn points, besides evals and the starts of stages
 
     @classmethod
     def read(cls, path: AnyPath, name: str) -> ReportedRun:
-        """Reads a run folder; raises ConfigError for any other."""
+        """Reads a run folder; raises ConfigError for any other folder."""
         with reading(path):
             if not is_run(path):
                 raise ConfigError(f"{path}: {_no_run(path)}")
@@ -103,7 +103,7 @@ class ReportedRun:
 
     @functools.cached_property
     def tasks(self) -> dict[str, tuple[int, float | None]]:
-        """The scores of tasks of lm-evaluation-harness: of each metric the step of its last eval, and the score."""
+        """The scores of lm-evaluation-harness tasks: for each metric the step of its last eval, and the score."""
         evals = [record for record in self.records if any(name.startswith(_TASK) for name in record)]
         return {
             name: (record[M.STEP], score)
@@ -129,7 +129,7 @@ class ReportedRun:
 
     @property
     def reward_functions(self) -> list[str]:
-        """The metrics of the single reward functions, where there are several."""
+        """The metrics of the single reward functions, if there are several."""
         return [name for name in (self.records[-1] if self.records else ()) if name.startswith(_OF_FUNCTIONS)]
 
     @property
@@ -139,7 +139,7 @@ class ReportedRun:
 
     @property
     def steady(self) -> list[dict[str, Any]]:
-        """The records without the first updates, whose speed says nothing about the others."""
+        """The records without the first updates, whose speed is not typical."""
         return self.records[self._num_unsteady :]
 
     @property
@@ -148,7 +148,7 @@ class ReportedRun:
 
     @property
     def smoothing(self) -> int:
-        """Updates that the smoothed loss is the mean of."""
+        """The number of updates in the mean of the smoothed loss."""
         return max(5, len(self.records) // 50)
 
     def _smoothed_loss(self) -> list[float | None]:
@@ -163,7 +163,7 @@ class ReportedRun:
         return sum(self._seconds())
 
     def totals(self) -> dict[str, object]:
-        """Returns how far the run has come, by the names of the metrics."""
+        """Returns the progress of the run, by the names of the metrics."""
         last = self.records[-1] if self.records else {}
         evals = [record[M.EVAL_LOSS] for record in self.records if M.EVAL_LOSS in record]
         return {
@@ -213,7 +213,7 @@ class ReportedRun:
 
 
 def without_noise_scale(run: ReportedRun) -> str | None:
-    """Returns why the gradient noise scale of a run is empty; None if it is not, or no such run measures it."""
+    """Returns why a run has no gradient noise scale; None if it has one, or if such runs measure none."""
     measured = [record for record in run.records if M.GRADIENT_NOISE_SCALE in record]
     if not measured:
         is_off = run.config is not None and run.config.batch_size is None and not run.config.gradient_noise_scale
@@ -241,7 +241,7 @@ def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
 
 
 def fitted(runs: Sequence[ReportedRun]) -> list[ReportedRun]:
-    """Returns the runs with as many points of each as keep their columns within `MOST_BYTES` of a page."""
+    """Returns the runs, thinned until their columns fit into `MOST_BYTES` of a page."""
     fitting = []
     for run in runs:
         sample = run.records[:: max(1, len(run.records) // 100)]
@@ -267,7 +267,7 @@ SUMMARY_HEADS = (
 
 
 def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
-    """Returns at each place the mean of the last `window` values, of fewer at the start; None is left out."""
+    """Returns the running mean of the last `window` values, fewer at the start; ignores None."""
     sums = [0.0, *itertools.accumulate(value or 0.0 for value in values)]
     counts = [0, *itertools.accumulate(int(value is not None) for value in values)]
     starts = (max(0, end - window) for end in range(1, len(values) + 1))
@@ -278,7 +278,7 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def is_run(path: AnyPath) -> bool:
-    """Returns whether a folder is one of a run."""
+    """Returns whether a folder is a run's."""
     return (path / "metrics.jsonl").is_file() or (path / "config.yml").is_file()
 
 

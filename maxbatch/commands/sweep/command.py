@@ -1,4 +1,4 @@
-"""`maxbatch sweep`: from a sweep file to a table of its trials, the best first."""
+"""`maxbatch sweep`: from a sweep file to a table of its trials, best first."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from maxbatch.system.terminal import PlainTable, TrainingConsole
 
 
 class SweepProgress(LinesAboveBar):
-    """The trials that ended, of those that the sweep has; a context manager."""
+    """The number of ended trials of a sweep; a context manager."""
 
     def __init__(self, console: Console, num_ended: int, num_trials: int) -> None:
         self._num_ended, self._num_trials = num_ended, num_trials
@@ -41,13 +41,13 @@ class SweepProgress(LinesAboveBar):
         return f"{self._num_ended} of {self._num_trials} trials ended"
 
     def ended(self) -> str:
-        """Counts a trial that ended, and returns how many did."""
+        """Counts an ended trial, and returns the total."""
         self._num_ended += 1
         self.goes_on()
         return self._counted
 
     def goes_on(self) -> None:
-        """Shows how many ended, while others train."""
+        """Shows the number of ended trials while others train."""
         self.show(self._num_ended, self._counted)
 
 
@@ -86,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
             has_ended = Supervisor(runs, sweep.parallel, progress.say).train(stop)
     results = folder.results(sweep.metric)
     if not has_ended:
-        # In a storage that machines share, only the trials of this machine are known.
+        # In a shared storage, only the trials of this machine are known.
         total = len(results) if sweep.storage else max(len(results), study.num_trials)
         left = total - sum(result.status != UNFINISHED for result in results)
         console.print(f"stopped; {left} of {total} trials are left. The same command continues.")

@@ -1,4 +1,4 @@
-"""Whether a sweep is the one that its folder records, so that it may go on there."""
+"""Checks that a sweep matches its folder, so that it can resume."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxbatch.system.errors import ConfigError
 
 
 def check_settings(sweep: SweepFile, folder: SweepFolder) -> None:
-    """Compares a sweep file with the records of its folder, refuses another sweep, and records the file's settings."""
+    """Compares a sweep file with its folder, refuses another sweep, and records the file's settings."""
     settings: dict[str, object] = {
         "sampler": sweep.sampler,
         "metric": sweep.metric,
@@ -44,7 +44,7 @@ def _compare(sweep: SweepFile, before: Mapping[str, Any], now: Mapping[str, Any]
 def check_recorded(
     sweep: SweepFile, recorded: Sequence[Trial], grid: Container[frozenset[tuple[str, str]]] | None
 ) -> None:
-    """Refuses recorded trials of which the sweep makes others now; `grid` holds the items of its combinations."""
+    """Refuses recorded trials that the sweep now makes differently; `grid` holds the items of its combinations."""
     for trial in recorded:
         if grid is not None and frozenset(trial.overrides.items()) not in grid:
             raise _changed(sweep, f"{trial.title} (trial {trial.number}), which parameters no longer hold")

@@ -1,6 +1,6 @@
 """The values of a swept key: a list of choices, or a range of numbers.
 
-A value is a text, as an override states it; the config key's own reader interprets it.
+A value is the text of an override; the config key's own reader interprets it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Choices:
         return value
 
     def to_json(self) -> list[str]:
-        """Returns what a sweep's records say about the key."""
+        """Returns the entry of the key in a sweep's records."""
         return list(self.values)
 
 
@@ -121,12 +121,12 @@ class Range:
         return self._text(trial.suggest_float(name, float(low), float(high), step=gap, log=self.is_log))
 
     def to_json(self) -> dict[str, object]:
-        """Returns what a sweep's records say about the key."""
+        """Returns the entry of the key in a sweep's records."""
         ends = {"low": str(plain_number(self.low)), "high": str(plain_number(self.high)), "log": self.is_log}
         return ends if self.step is None else ends | {"step": str(plain_number(self.step))}
 
     def _text(self, value: Fraction | float | int) -> str:
-        """Returns a value as an override states it; a suggested real has six digits."""
+        """Returns a value as text for an override; a suggested real has six digits."""
         text = f"{value:.6g}" if isinstance(value, float) else str(plain_number(value))
         return self.key.write(self.key.read(text))
 

@@ -1,4 +1,4 @@
-"""The database of a study: what its failures mean, and how long opening it may take."""
+"""The database of a study: the meaning of its failures, and the time limit of opening it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError
 
 _OPENING_S = 60.0
-# In the words of the databases: nothing is wrong with the URL, and the same command may work later.
+# The databases' words for temporary failures: the URL is right, and the same command may work later.
 _LATER = re.compile(r"locked|busy|timed? ?out|refused|unreachable|reset|gone away|is full|no space|too many", re.I)
 _LONGEST = 160  # characters of a database's message
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Storage(NamedTuple):
-    """An Optuna storage, as messages name it."""
+    """An Optuna storage, by its name in messages."""
 
     name: str
     remedy: str  # the advice where the storage itself is at fault
@@ -61,7 +61,7 @@ class Storage(NamedTuple):
 
     @contextlib.contextmanager
     def errors(self) -> Iterator[None]:
-        """Gives the failures of the database in its block the types that `open` raises."""
+        """Turns failures of the database in its block into the errors that `open` raises."""
         from optuna.exceptions import StorageInternalError
         from sqlalchemy.exc import SQLAlchemyError
 

@@ -1,7 +1,7 @@
 """The trials of a sweep, as an Optuna study.
 
-The study has the trials and their results; the folder of each is on the machine that runs it. In a storage that
-machines share, a trial's `sweep_dir` attribute names the sweep's folder, so only the same command there continues it.
+The study has the trials and their results; the folder of each trial is on the machine that runs it. In a shared
+storage, a trial's `sweep_dir` attribute names the sweep's folder, so only the same command there continues it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     import optuna
 
 MOST_COMBINATIONS = 100_000
-_LOST_S = 60  # from a trial's start to the record of its process: milliseconds, unless that process was killed
+_LOST_S = 60  # from a trial's start to the record of its process; it takes milliseconds unless that process was killed
 _SAMPLED = 20  # random combinations tried before a sweep whose config refuses them all is refused
 _DATABASE = "optuna.db"
 _MOST_BYTES = 1 << 30  # of the database
@@ -42,20 +42,20 @@ _HOME, _SETTINGS = "sweep_dir", "maxbatch_parameters"
 
 
 class ClaimedTrial(NamedTuple):
-    """A trial that this process, and no other, may run, and the claim on it, open for as long as it runs."""
+    """A trial that only this process may run, and the claim on it, open while the trial runs."""
 
     trial: Trial
     claim: BinaryIO
 
 
 class SweepStudy:
-    """The trials of a sweep: which there are, which may start now, and how they ended.
+    """The trials of a sweep: all of them, those that may start now, and their results.
 
     The combinations of a grid are queued in their order, so that a grid may grow, which Optuna's GridSampler does not
     allow. Optuna's random sampler and TPE (`optuna`) suggest the values of the others.
     Trials of TPE are pruned by the median of the others' eval losses at equal `tokens_seen`, since steps of different
-    batches cannot be compared. Several `maxbatch sweep` with one `storage` each take trials; `trials` is what all of
-    them run together.
+    batches cannot be compared. Several `maxbatch sweep` with one `storage` share the trials; `trials` is their total
+    number.
     """
 
     def __init__(self, sweep: SweepFile, folder: SweepFolder) -> None:
@@ -67,11 +67,11 @@ class SweepStudy:
         self._check_combinations()
         check_settings(sweep, folder)
         self._here = kept_here(folder.path)
-        self._lock_file = self._here / ".study.lock"  # under which commands in one sweep_dir take trials
+        self._lock_file = self._here / ".study.lock"  # lock for taking trials, of commands in one sweep_dir
         self._home = f"{socket.gethostname()}:{folder.path.resolve()}"
         self._study = self._open()
         self._num_reported: dict[int, int] = {}  # by trial, the evals in the study
-        self._nobodys: dict[int, float] = {}  # by trial, since when this process knows that nobody says to run it
+        self._nobodys: dict[int, float] = {}  # by trial: since when this process has seen no process run it
         with self._storage.errors():
             if sweep.storage is None:
                 with exclusive(self._lock_file):
@@ -79,7 +79,7 @@ class SweepStudy:
             self._tell_recorded(recorded)
 
     def _check_combinations(self) -> None:
-        """Refuses a sweep whose config refuses every combination that is tried."""
+        """Refuses a sweep if its config refuses every tried combination."""
         tried, which = self._grid, "the "
         if tried is None:
             study = self._optuna.create_study(sampler=self._optuna.samplers.RandomSampler(self._sweep.seed))
@@ -123,14 +123,14 @@ class SweepStudy:
         return study
 
     def _fetch(self) -> None:
-        """Takes the database of a sweep in an object store from there, where another machine may have left it."""
+        """Fetches the database of a sweep from its object store, where another machine may have left it."""
         if self._sweep.storage is None and self._here != self._folder.path:
             with contextlib.suppress(FileNotFoundError):
                 there = self._folder.path / _DATABASE
                 write_atomically(self._here / _DATABASE, read_bytes(there, str(there), _MOST_BYTES))
 
     def _keep(self) -> None:
-        """Copies the database of a sweep in an object store there. Trials that it lacks are known by their folders."""
+        """Copies the database of a sweep to its object store. The folders of trials tell which ones it lacks."""
         if self._sweep.storage is None:
             send(self._here / _DATABASE, self._folder.path / _DATABASE)
 
@@ -157,7 +157,7 @@ class SweepStudy:
             while len(self._trials()) <= trial.number:
                 self._study.enqueue_trial(trial.overrides)
                 added = self._study.ask()
-                if added.number < trial.number:  # the folder of that one was removed
+                if added.number < trial.number:  # the folder of that trial was removed
                     self._study.tell(added, state=self._optuna.trial.TrialState.FAIL)
 
     def _tell_recorded(self, recorded: Sequence[Trial]) -> None:
@@ -168,7 +168,7 @@ class SweepStudy:
                 self.finished(self._folder.result(trial, self._sweep.metric))
 
     def next(self) -> ClaimedTrial | None:
-        """Returns a trial to start now, None where none may start yet."""
+        """Returns a trial to start now; None if none may start yet."""
         if claimed := _claim_first(self._unfinished()):
             return claimed
         with self._storage.errors(), exclusive(self._lock_file):
@@ -202,7 +202,7 @@ class SweepStudy:
         return next((one for one in self._grid or () if _items(one) not in recorded), None)
 
     def _adopt(self) -> optuna.Trial | None:
-        """Returns a trial without a folder that was started here, or by a process that was killed at once."""
+        """Returns a trial without a folder, started here or by a process that was killed at once."""
         recorded = {trial.number for trial in self._folder.trials()}
         for frozen in self._trials():
             if not self._is_running(frozen) or frozen.number in recorded:
@@ -213,14 +213,14 @@ class SweepStudy:
         return None
 
     def _is_nobodys(self, frozen: optuna.trial.FrozenTrial) -> bool:
-        """Returns whether a trial of a shared study has begun, and nobody has said yet to run it."""
+        """Returns whether a trial of a shared study has begun without a record of the process that runs it."""
         is_shared = self._sweep.storage is not None
         return is_shared and self._is_running(frozen) and frozen.user_attrs.get(_HOME) is None
 
     def _is_lost(self, frozen: optuna.trial.FrozenTrial) -> bool:
-        """Returns whether nobody has said to run a trial for as long as this process has watched it.
+        """Returns whether this process has seen a trial without a running process for long enough.
 
-        When the trial began is known by the clock of another machine, which may differ by hours.
+        The trial's start time is by another machine's clock, which may differ by hours.
         """
         if not self._is_nobodys(frozen):
             return False
@@ -256,7 +256,7 @@ class SweepStudy:
         return {parameter.key.name: parameter.suggest(suggested) for parameter in self._sweep.parameters}
 
     def _record(self, suggested: optuna.Trial) -> Trial:
-        """Makes the folder of a trial; one that the config refuses has failed at once."""
+        """Makes the folder of a trial; a trial that the config refuses fails at once."""
         suggested.set_user_attr(_HOME, self._home)
         overrides = self._suggested(suggested)
         try:
@@ -268,7 +268,7 @@ class SweepStudy:
             return trial
 
     def should_prune(self, trial: Trial) -> str | None:
-        """Returns why a running trial is not worth training to its end, or None."""
+        """Returns the reason to prune a running trial, or None."""
         if self._sweep.sampler != "optuna" or self._sweep.metric != Metric.EVAL_LOSS:
             return None
         with self._storage.errors():
@@ -293,11 +293,11 @@ class SweepStudy:
     def finished(self, result: Result) -> None:
         """Tells the study how a trial ended."""
         state = self._optuna.trial.TrialState
-        # Diverged counts as pruned: the sampler learns to keep away, where it would ignore a failure.
+        # A diverged trial counts as pruned, so that the sampler avoids its region; it would ignore a failure.
         states = {Status.DONE: state.COMPLETE, Status.FAILED: state.FAIL}
         told = states.get(Status(result.status), state.PRUNED)
         value = result.value if told == state.COMPLETE else None
-        # A ValueError: reported already, by the same command before it was killed
+        # ValueError: the same command reported it before it was killed
         with self._storage.errors(), contextlib.suppress(ValueError):
             self._study.tell(result.trial.number, value, state=told)
         self._keep()
@@ -333,7 +333,7 @@ def _claim_first(trials: Iterable[Trial]) -> ClaimedTrial | None:
     for trial in trials:
         if trial.is_finished or (claim := trial.claim()) is None:
             continue
-        if not trial.is_finished:  # it may have ended just before its claim was let go
+        if not trial.is_finished:  # it may have ended just before its claim was released
             return ClaimedTrial(trial, claim)
         claim.close()
     return None

@@ -50,14 +50,14 @@ class SweepFile:
     base: str  # YAML text of the config keys that all trials share
     sweep_dir: AnyPath
     parallel: int  # trials at a time, of this command
-    trials: int | None  # in all; None for a grid
+    trials: int | None  # in total; None for a grid
     seed: int  # of the random sampler and of TPE
     storage: str | None  # Optuna storage URL; None: an SQLite file in sweep_dir
     parameters: tuple[Parameter, ...]  # the swept keys
 
     @classmethod
     def read(cls, name: str) -> SweepFile:
-        """Reads a sweep file, or a ready one of configs/sweeps by its name; raises ConfigError for a wrong one."""
+        """Reads a sweep file, or one of configs/sweeps by its name; raises ConfigError for an invalid one."""
         path = _find(name)
         root = compose(path, "sweep file")
         if root is None:
@@ -81,7 +81,7 @@ class SweepFile:
         })  # fmt: skip
 
     def resolved(self, overrides: Overrides) -> dict[str, str]:
-        """Returns the config of a combination, every key but run_dir as text: what trials are compared by."""
+        """Returns the config of a combination, every key but run_dir as text, for comparing trials."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "base.yml"
             path.write_text(self.base, encoding="utf-8")
@@ -134,7 +134,7 @@ def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, object]) -> N
 
 
 def _base(path: Path, entry: tuple[yaml.Node, str] | None) -> str:
-    """Returns the keys under `base` as a config file of their own."""
+    """Returns the keys under `base` as the text of a config file."""
     if entry is None or (isinstance(entry[0], yaml.ScalarNode) and not entry[0].value):
         return ""
     for name, value, where in pairs(path, entry[0]):
@@ -142,7 +142,7 @@ def _base(path: Path, entry: tuple[yaml.Node, str] | None) -> str:
             raise ConfigError(f"{where}: run_dir: each trial has its own; works: sweep_dir, without run_dir")
         if name == "base_config" and isinstance(value, yaml.ScalarNode) and value.value:
             beside = path.parent / value.value
-            if os.path.exists(beside):  # no error for a name that no file system holds
+            if os.path.exists(beside):  # no error for an impossible file name
                 value.value = str(beside.absolute())  # the text is read in sweep_dir
     return yaml.serialize(entry[0], allow_unicode=True)
 

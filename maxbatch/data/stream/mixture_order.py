@@ -190,8 +190,8 @@ class MixtureStage(NamedTuple):
 class StagedOrder:
     """The source of every sample of a mixture by stages, in closed form: O(log T) stages to find, any index alike.
 
-    Stage t is the `WeightedOrder` of its weights, from its first sample on; what it counts of a source is added to what
-    the stages before it took. So within a stage every window of 1000 samples keeps the promise of `WeightedOrder`.
+    Stage t is the `WeightedOrder` of its weights, from its first sample on; counts per source continue from the
+    previous stage. So within a stage every window of 1000 samples keeps the promise of `WeightedOrder`.
     """
 
     def __init__(self, stages: Sequence[MixtureStage]) -> None:

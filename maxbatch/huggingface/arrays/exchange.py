@@ -1,8 +1,8 @@
 """Tensors of a Hugging Face folder onto the devices of several hosts, each of which reads a share of them.
 
-A device's part of a parameter rarely lies in one piece of a file: where the mesh splits the columns of a tensor, every
-host would read nearly all of it. So every device is given as many rows as any other, which are one piece, and the
-devices exchange them for their parts, one layer's tensor at a time. All hosts together read each tensor once.
+A device's part of a parameter is rarely contiguous in a file: if the mesh splits the columns of a tensor, every host
+would read nearly all of it. So every device reads an equal, contiguous share of rows, and the devices exchange them for
+their parts, one layer's tensor at a time. Together the hosts read each tensor once.
 
 Shapes: R rows and C columns of a tensor, or of the part of it that is a parameter's.
 """
@@ -45,10 +45,10 @@ def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: j
 
 
 def _exchange(place: TensorPlace, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
-    """Returns the shardings that a tensor has one after another, from an equal share of rows to the parameter's parts.
+    """Returns the successive shardings of a tensor, from equal shares of rows to the parameter's parts.
 
-    Along mesh axes that do not split the parameter the rows are gathered, then the others exchange them. In one move
-    the compiler would give every device the whole tensor.
+    First the rows are gathered along mesh axes that do not split the parameter, then exchanged along the others. In one
+    move the compiler would give every device the whole tensor.
     """
     by_axis = [*sharding.spec, *[None] * (num_axes - len(sharding.spec))][num_axes - len(place.shape) :]
     of_tensor = [by_axis[axes[0]] for axes in place.layout.axes]

@@ -36,7 +36,7 @@ from maxbatch.system.storage import AnyPath, read_range
 
 _MOST_NAMES = 3  # of tensors in a message
 _PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")  # of a layer that predicts further tokens
-_OF_SUMS = "sums "  # begins an identity that is made of checksums of whole files
+_OF_SUMS = "sums "  # prefix of an identity made of checksums of whole files
 _BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the old identity of a folder
 
 
@@ -61,15 +61,15 @@ class HuggingFaceFolder:
 
     @property
     def identity(self) -> str:
-        """A hash of all that is read of it: `config.json`, the ids that end a text, and the files of its tensors.
+        """A hash of everything read from it: `config.json`, the ids that end a text, and the files of its tensors.
 
-        Objects are not read for it where all hosts have them in a store: it is of what the store states of them.
+        If all hosts have the files in a store, it uses the store's checksums and reads no object.
         """
         sums = [stored_sum(file) for file in self._files]
         return self._of_sums(sums) if all(gather(all(sums))) else self._of_blocks()
 
     def identity_like(self, other: str) -> str:
-        """Returns the identity in the form of another one, which a copy on a disk or in another store can have."""
+        """Returns the identity in the form of another one, for a copy on a disk or in another store."""
         if other.startswith(_OF_SUMS):
             return self._of_sums([stored_sum(file) or md5_of(file) for file in self._files])
         return self._of_blocks()
@@ -102,7 +102,7 @@ class HuggingFaceFolder:
     def old_identity(self) -> str:
         """A hash of its `config.json` and of its safetensors files: their sizes, and blocks of 4 kB spread over each.
 
-        It is what checkpoints of adapters made before origins were pinned state of the model that they adapt.
+        Checkpoints of adapters from before origins were pinned identify their model by it.
         """
         digest = hashlib.blake2b(digest_size=16)
         for file in sorted([self._folder / CONFIG_FILE, *self._folder.glob("*.safetensors")], key=str):
@@ -116,7 +116,7 @@ class HuggingFaceFolder:
 
     @property
     def step(self) -> None:
-        """None: it is no checkpoint."""
+        """None: it is not a checkpoint."""
 
     def adapting(self) -> None:
         """Returns None: it holds a whole model."""
@@ -126,10 +126,10 @@ class HuggingFaceFolder:
 
         A host cuts the parts of its devices from memory maps of the files, one tensor at a time, each once, and turns
         them into the parameter's order of axes. Of several hosts each reads a share of the rows. The largest parameters
-        come first, while there is most room.
+        come first, while most memory is free.
 
         Raises:
-          ConfigError: tensors are missing, unexpected, of another shape than the config says, or of another type.
+          ConfigError: tensors are missing, unexpected, or differ from the config in shape or type.
         """
         stored = stored_tensors(self._folder)
         family = FAMILIES[config.decoder_block]
@@ -166,7 +166,7 @@ def _without_bias(decoder_block: str, abstract_params: State) -> State:
 
 
 def _without_predicting(stored: dict[str, StoredTensor], num_layers: int) -> dict[str, StoredTensor]:
-    """Returns the tensors without the layers behind the last one, by which DeepSeek's models predict further tokens."""
+    """Returns the tensors without the layers after the last one, with which DeepSeek's models predict more tokens."""
     layers = {name: _PREDICTING.match(name) for name in stored}
     extra = {found[1] for found in layers.values() if found and int(found[2]) >= num_layers}
     return {name: tensor for name, tensor in stored.items() if not name.startswith(tuple(extra))}
@@ -182,7 +182,7 @@ Cut = tuple[tuple[int, int], ...]  # begin and end along each axis of a paramete
 
 
 def _read(stored: dict[str, StoredTensor], place: TensorPlace, abstract: jax.ShapeDtypeStruct) -> jax.Array:
-    """Returns one parameter, of which each device is given its own part."""
+    """Returns one parameter, each device holding its own part."""
     assert abstract.sharding is not None
     if not abstract.sharding.is_fully_addressable and len(place.part_shape) == 2:
         return read_shared(stored, place, abstract)
@@ -215,7 +215,7 @@ def _parts(
 
 
 def _row_of(cut: Cut, part: np.ndarray, index: tuple[int, ...]) -> np.ndarray | None:
-    """Returns a view of a layer, or of an expert of it, in a part of the parameter, None if it is not in it."""
+    """Returns a view of a layer, or of one of its experts, in a part of the parameter; None if it is not there."""
     edges = list(zip(index, cut, strict=False))
     if not all(begin <= number < end for number, (begin, end) in edges):
         return None

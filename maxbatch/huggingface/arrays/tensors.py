@@ -16,7 +16,7 @@ from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 
-# What files hold besides parameters: tables and masks that follow from the config.
+# Tensors of files that are not parameters: tables and masks that follow from the config.
 NOT_PARAMETERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 Array = TypeVar("Array", np.ndarray, jax.Array)
@@ -38,7 +38,7 @@ class TensorLayout(NamedTuple):
         return tuple(math.prod(shape[axis] for axis in group) for group in self.axes)
 
     def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
-        """Returns a part of the tensor as the parameter, whose shape it is given; of NumPy's a view."""
+        """Returns a part of the tensor as a parameter of this shape; for NumPy a view."""
         order = [axis for group in self.axes for axis in group]
         return part.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
 

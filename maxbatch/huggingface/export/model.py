@@ -46,7 +46,7 @@ _MOST_BYTES = 5_000_000_000  # of one file of tensors
 
 
 def export_model(model: str, output: str, dtype: str | None, averaged: bool = False) -> str:
-    """Writes a model as a Hugging Face folder, whole or not at all; returns what was written, for a person.
+    """Writes a model as a Hugging Face folder, atomically; returns a summary to print.
 
     Args:
       model: a run folder, one of its checkpoints, or a Hugging Face folder.
@@ -55,11 +55,11 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
       averaged: whether to write the average of the parameters that the run keeps.
 
     Raises:
-      ConfigError: there is no such model, its family cannot say what its keys state, or the output is not empty.
+      ConfigError: there is no such model, its family cannot express its keys, or the output is not empty.
     """
     target = new_folder(output)
     imported = is_huggingface_folder(model)
-    # Of the types that are read, float32 holds every value of the others.
+    # float32 holds every value of the other types that are read.
     overrides = ["weight_dtype=float32"] if imported else []
     source = open_source(model, averaged)
     config = source.config(overrides)
@@ -98,7 +98,7 @@ def _dtype_of_folder(model: str) -> str:
 
 
 def _source(path: str) -> Json:
-    """Returns the fields of the folder that the parameters were imported from, if it is still there."""
+    """Returns the fields of the folder that the parameters were imported from, if it still exists."""
     return read_config_json(path) if path and is_huggingface_folder(path) else {}
 
 
@@ -118,7 +118,7 @@ def _this_host() -> jax.Device:
     """Returns the device of this host's memory."""
     try:
         return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was told to know the accelerators only
+    except RuntimeError:  # JAX was restricted to the accelerators
         return jax.local_devices()[0]
 
 

@@ -1,4 +1,4 @@
-"""Adapters as Hugging Face's PEFT saves them: `adapter_config.json` and `adapter_model.safetensors`.
+"""Adapters in the format of Hugging Face's PEFT: `adapter_config.json` and `adapter_model.safetensors`.
 
 Names and layouts are those of https://github.com/huggingface/peft, `src/peft/tuners/lora`.
 """
@@ -61,7 +61,7 @@ class Module(NamedTuple):
 
 
 def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = False) -> str:
-    """Writes the adapters of a run as a PEFT folder, whole or not at all; returns what was written, for a person.
+    """Writes the adapters of a run as a PEFT folder, atomically; returns a summary to print.
 
     Args:
       run: a run folder, or one of its checkpoints.

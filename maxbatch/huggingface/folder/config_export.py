@@ -14,7 +14,7 @@ from maxbatch.huggingface.folder.config_json import ACTIVATIONS, ROPE_TYPES, mod
 from maxbatch.system.errors import ConfigError
 
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-# What an exported model takes from the folder that it was imported from; no key states it.
+# Fields that an exported model keeps from its imported folder; no key states them.
 _KEPT = (*TOKEN_IDS, "max_position_embeddings", "original_max_position_embeddings", "initializer_range")
 _ABSENT = (
     "trainable_position_size",
@@ -24,7 +24,7 @@ _ABSENT = (
 )  # defaults where a family lacks them
 
 
-# Latents make keys and values of all heads, in widths of their own.
+# Latents have their own widths of keys and values.
 _UNREAD_BY_LATENTS = ("head_dim", "base_num_kv_heads")
 
 

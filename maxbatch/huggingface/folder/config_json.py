@@ -78,11 +78,11 @@ def has_generation_file(path: str | os.PathLike[str]) -> bool:
 def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     """Returns the ids that end a text, from a folder's `generation_config.json`, else from its `config.json`.
 
-    Models of conversations may end a turn by another token than the tokenizer's end of text. A path that is no Hugging
-    Face folder states none.
+    Models of conversations may end a turn by another token than the tokenizer's end of text. A path that is not a
+    Hugging Face folder has none.
 
     Raises:
-      ConfigError: the file cannot be read, or states something else than ids.
+      ConfigError: the file cannot be read, or its value is not ids.
     """
     if not path or not is_huggingface_folder(path):
         return ()
@@ -97,7 +97,7 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
 
 
 def most_positions(path: str | os.PathLike[str]) -> int:
-    """Returns the most tokens that a model reads at once by its folder's `config.json`; 0 if none is stated.
+    """Returns the context length in a folder's `config.json`; 0 if none is stated.
 
     Raises:
       ConfigError: the file cannot be read.
@@ -110,7 +110,7 @@ def most_positions(path: str | os.PathLike[str]) -> int:
 
 
 def context_length(config: ConfigDict) -> int:
-    """Returns the most tokens that a model reads at once: those of a row in training, or more by its folder.
+    """Returns the context length of a model: a training row's, or more if its folder states more.
 
     Raises:
       ConfigError: the folder's `config.json` cannot be read.

@@ -1,4 +1,4 @@
-"""The types and bounds of the fields of a Hugging Face `config.json`, which are checked before any of them is used."""
+"""The types and bounds of the fields of a Hugging Face `config.json`, which are checked before use."""
 
 from __future__ import annotations
 

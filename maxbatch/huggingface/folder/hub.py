@@ -29,8 +29,8 @@ class _Found(NamedTuple):
 def hub_name(path: str | os.PathLike[str]) -> str | None:
     """Returns the name `owner/name` that a path states, None for other paths.
 
-    A file or folder of that name on this machine wins, and so does a folder `owner`: the path is then one of this
-    machine that does not exist.
+    A file or folder of that name on this machine takes precedence. So does a folder `owner`: the path is then local and
+    does not exist.
     """
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else ""
     is_name = _NAME.fullmatch(text) and not os.path.lexists(text) and not os.path.isdir(text.partition("/")[0])
@@ -57,7 +57,7 @@ def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> AnyPath
 
 
 def hub_problem(path: str | os.PathLike[str]) -> str | None:
-    """Returns why the name of a hub's model names none; None if it does, or for other paths."""
+    """Returns why a hub name cannot be used; None if it can, or for other paths."""
     name = hub_name(path)
     return _lookup(name, False).problem or None if name else None
 
@@ -76,7 +76,7 @@ def _lookup(name: str, weights: bool) -> _Found:
         small = _lookup(name, False)
         if small.folder is None:
             return small
-        revision = small.folder.name  # of the same commit, also if the model is changed meanwhile
+        revision = small.folder.name  # of the same commit, even if the model changes meanwhile
     try:
         wanted = _SMALL + _WEIGHTS if weights else _SMALL
         folder = snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=[_BELOW])

@@ -122,7 +122,7 @@ def _indexed(index: AnyPath) -> list[str]:
 
 
 def _header(file: AnyPath) -> dict[str, StoredTensor]:
-    """Returns the tensors of a file, held to the rules of the format's own library, and to unique keys."""
+    """Returns the tensors of a file, checked by the rules of the format's own library and for unique keys."""
     with reading(file):
         try:
             size = file.stat().st_size
@@ -170,7 +170,7 @@ class _Entry(NamedTuple):
 
 
 def _num_values(shape: list[int]) -> int:
-    """Returns the product of a shape; beyond 64 bits, which no file holds, any number beyond."""
+    """Returns the product of a shape; beyond 64 bits, some larger number."""
     num_values = 1
     for size in shape:
         num_values *= size
@@ -204,7 +204,7 @@ def write_tensors(
       path: the file.
       dtypes: of every tensor, as the format names it, or by its name.
       shapes: of the tensors, by name, in their order.
-      arrays: yields the tensors in this order, and perhaps more, which it keeps.
+      arrays: yields the tensors in this order; what follows them is not read.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     first = 0

@@ -86,7 +86,7 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
     """
     if topology is None:
         if num_slices > 1:
-            raise ConfigError(f"--slices {num_slices}: slices are those of a topology; works: --slices 1")
+            raise ConfigError(f"--slices {num_slices}: needs --topology; works: --slices 1")
         return here()
     sold = parse_slice(topology)
     chips = sold.num_chips

@@ -13,6 +13,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.huggingface.arrays import reading
 from maxbatch.huggingface.export.model import export_model
 from maxbatch.huggingface.folder.config_json import end_tokens
 from maxbatch.huggingface.folder.safetensors import stored_tensors
@@ -20,7 +21,6 @@ from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.storage import as_path, copy_tree
 from maxbatch.training.pretraining import train
-from maxbatch.training.weights import huggingface_reading
 from maxbatch.training.weights.parameters import open_source
 from tests.helpers.huggingface_folders import (
     HEAD,
@@ -127,7 +127,7 @@ def test_a_run_opens_the_files_of_a_folder_once(tmp_path: Path, monkeypatch: pyt
         opened.append(folder)
         return stored_tensors(folder)
 
-    monkeypatch.setattr(huggingface_reading, "stored_tensors", count)
+    monkeypatch.setattr(reading, "stored_tensors", count)
     folder = write_folder(tmp_path / "model")
     overrides = ["model_name=auto", f"load_parameters_path={folder}", f"run_dir={tmp_path / 'run'}", "steps=1"]
     own = ["dataset_type=synthetic", "max_target_length=16", "enable_checkpointing=false", "generate_prompt="]
@@ -151,8 +151,8 @@ def test_an_export_reads_one_parameter_at_a_time(tmp_path: Path, monkeypatch: py
         sizes.append(sum(array.nbytes for array in jax.live_arrays()))
         return read(*arguments)
 
-    read = huggingface_reading._read
-    monkeypatch.setattr(huggingface_reading, "_read", recorded)
+    read = reading._read
+    monkeypatch.setattr(reading, "_read", recorded)
     before = sum(array.nbytes for array in jax.live_arrays())
     export_model(str(write_folder(tmp_path / "model")), str(tmp_path / "export"), None)
     largest = max(tensor.nbytes for tensor in tiny_llama_tensors().values())

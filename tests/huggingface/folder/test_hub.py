@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.config import hub
 from maxbatch.config.loading import load_config
 from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.huggingface.folder import hub
 from maxbatch.huggingface.folder.config_json import end_tokens
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.weights.parameters import open_source

@@ -14,11 +14,12 @@ import pytest
 from flax import nnx
 
 from maxbatch import load_config
+from maxbatch.huggingface.arrays import reading
 from maxbatch.rl.learner import Learner
 from maxbatch.runs.position import CheckpointRecord, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.pretraining import train
-from maxbatch.training.weights import huggingface_reading, origin
+from maxbatch.training.weights import origin
 from maxbatch.training.weights.origin import open_origin
 from maxbatch.training.weights.parameters import open_source
 from tests.helpers.huggingface_folders import WIDTH, tiny_llama_tensors, write_folder
@@ -219,7 +220,7 @@ class Pod:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, answers: list[list[Any]]) -> None:
         self._answers = iter(answers)
         monkeypatch.setattr(origin, "gather", lambda value: [value, *next(self._answers)])
-        monkeypatch.setattr(huggingface_reading, "gather", lambda value: [value])
+        monkeypatch.setattr(reading, "gather", lambda value: [value])
 
 
 def test_hosts_with_different_models_are_refused_by_key(
@@ -240,13 +241,13 @@ def test_hosts_that_see_the_same_files_hash_them_once_between_them(
     folder = big_folder(tmp_path / "model")
     monkeypatch.setattr("maxbatch.system.contents.BLOCK_BYTES", 100_000)
     alone, read = open_source(folder).identity, []
-    digests = huggingface_reading.digests
+    digests = reading.digests
 
     def counted(blocks: list[Any]) -> list[bytes]:
         read.append({(block.file.name, block.begin) for block in blocks})
         return digests(blocks)
 
-    monkeypatch.setattr(huggingface_reading, "digests", counted)
+    monkeypatch.setattr(reading, "digests", counted)
     gathered: dict[int, list[Any]] = {}
     totals = []
     for turn in range(2):  # the second time every host knows what the other one says
@@ -260,7 +261,7 @@ def test_hosts_that_see_the_same_files_hash_them_once_between_them(
                     mine.append(value)
                 return [value, value if theirs is None else theirs] if is_shared else [value, "files of its own"]
 
-            monkeypatch.setattr(huggingface_reading, "gather", gather)
+            monkeypatch.setattr(reading, "gather", gather)
             monkeypatch.setattr(jax, "process_index", lambda host=host: host)
             monkeypatch.setattr(jax, "process_count", lambda: 2)
             totals.append(open_source(folder).identity)
