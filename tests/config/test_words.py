@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.commands import COMMANDS
-from maxbatch.config import words
 from maxbatch.config.loading import keys
 from maxbatch.config.words import rows
 
@@ -26,7 +25,7 @@ class Feature(NamedTuple):
 
 
 def features() -> list[Feature]:
-    text = Path(words.__file__).with_name("features.txt").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("features.txt").read_text(encoding="utf-8")
     lines = [line.split("|") for line in text.splitlines() if line and not line.startswith("#")]
     return [
         Feature(

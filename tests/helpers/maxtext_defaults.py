@@ -10,8 +10,8 @@ base.yml's, and the words that each model's file states. Lists of sharding rules
 from __future__ import annotations
 
 import ast
-import json
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 from maxbatch.commands.import_config.reading import read_yaml
@@ -28,10 +28,20 @@ def modules_of(pyconfig: Path) -> dict[str, str]:
     raise SystemExit(f"{pyconfig}: has no _CONFIG_FILE_MAPPING")
 
 
-def _lines(file: Path) -> list[str]:
-    """Returns a line `word value` for each word of a file; a list is JSON."""
-    words = ((word, value) for word, value in read_yaml(file).items() if word not in _OF_SHARDING)
-    return [f"{word} {json.dumps(value) if isinstance(value, list) else value}".rstrip() for word, value in words]
+def _lines(words: Mapping[str, object]) -> str:
+    """Returns lines of `word=value`, a list as `[a,b]`, a text with blanks in quotes."""
+    lines = [""]
+    for word, value in words.items():
+        text = f"[{','.join(map(str, value))}]" if isinstance(value, list) else "" if value is None else str(value)
+        setting = f"{word}='{text}'" if " " in text else f"{word}={text}"
+        if lines[-1] and len(f"{lines[-1]} {setting}") > 120:
+            lines.append("")
+        lines[-1] = f"{lines[-1]} {setting}".strip()
+    return "\n".join(lines)
+
+
+def _words_of(file: Path) -> dict[str, object]:
+    return {word: value for word, value in read_yaml(file).items() if word not in _OF_SHARDING}
 
 
 def typed_defaults(types: Path) -> dict[str, object]:
@@ -54,22 +64,22 @@ def typed_defaults(types: Path) -> dict[str, object]:
 def main(folder: Path, version: str) -> None:
     """Prints the table of a folder of configs."""
     modules = modules_of(folder / "pyconfig.py")
-    print(f"# Defaults of MaxText {version}, by tests/helpers/maxtext_defaults.py. A word alone is empty there.")
-    print("[modules]")
-    print("\n".join(f"{module} {file}" for module, file in modules.items()))
+    print(
+        f"# Defaults of MaxText {version}, by tests/helpers/maxtext_defaults.py. A word without a value is empty there."
+    )
+    print(f"\n[modules]\n{_lines(modules)}")
     for name in dict.fromkeys(modules.values()):
-        print("\n".join([f"[{name}]", *_lines(folder / name)]))
-    print("[types]")
+        print(f"\n[{name}]\n{_lines(_words_of(folder / name))}")
     known = read_yaml(folder / "base.yml")
     typed = {
         word: value
         for word, value in typed_defaults(folder / "types.py").items()
         if word not in known and word[0] != "_"
     }
-    print("\n".join(f"{word} {'' if value is None else value}".rstrip() for word, value in typed.items()))
-    print("[models]")
+    print(f"\n[types]\n{_lines(typed)}")
+    print("\n[models]")
     for file in sorted(folder.glob("models/*.yml")):
-        print(" ".join([file.stem, *(word for word in read_yaml(file) if word not in _OF_SHARDING)]))
+        print(" ".join([file.stem, *_words_of(file)]))
 
 
 if __name__ == "__main__":

@@ -6,11 +6,11 @@ The table is `maxtext_defaults.txt`, which `tests/helpers/maxtext_defaults.py` w
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from maxbatch.commands.import_config.table import sections, settings
 from maxbatch.commands.import_config.translation import Stated
 
 BASE = "base.yml"
@@ -64,15 +64,21 @@ def words_of_model(name: str) -> frozenset[str]:
 
 @functools.cache
 def _table() -> Mapping[str, dict[str, Stated]]:
-    """Returns the sections of the table, each with its words and values."""
-    sections: dict[str, dict[str, Stated]] = {}
-    for line in Path(__file__).with_suffix(".txt").read_text(encoding="utf-8").splitlines():
-        if line.startswith("["):
-            section = sections.setdefault(line.strip("[]"), {})
-        elif not line.startswith(("#", "base_config ")):
-            word, _, value = line.partition(" ")
-            section[word] = json.loads(value) if value.startswith("[") else value
-    return sections
+    """Returns the sections of the table, each with its words and values, without the bases of files."""
+    text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
+    table: dict[str, dict[str, Stated]] = {}
+    for name, lines in sections(text):
+        if name == _MODELS:
+            models = (line.partition(" ") for line in lines.split("\n"))
+            table[name] = {model: words for model, _, words in models}
+        else:
+            stated = {word: _value(text) for word, text in settings(lines).items()}
+            table[name] = {word: value for word, value in stated.items() if word != "base_config" or not value}
+    return table
+
+
+def _value(text: str) -> Stated:
+    return [*re.findall(r"[^,]+", text[1:-1])] if text.startswith("[") else text
 
 
 def _plain(value: object) -> object:

@@ -19,10 +19,9 @@ recognised by, and `words` the rows, in the order in which the words are taken:
            only A, B; only!! A    ignored at these values, which are so here; else not supported
            > NAME                 another name of a word
            assume WORD=VALUE ...  further defaults of the other program
-           drop                   a default that does not apply
            @NAME ...              sections of the table, or functions, that take the word
 
-Consecutive rows of the same word, rows of patterns and rows of no word are alternatives: a word takes the first row that
+Consecutive rows of the same word, of patterns and of no word are alternatives: a word takes the first row that
 holds. An empty line parts them. A word is taken once; words in no row are taken by the table of words
 (`maxbatch/config/words/words.txt`).
 """
@@ -42,7 +41,7 @@ from maxbatch.config.values import shown
 Rule = Callable[[Translation, str], None]
 Equation = Callable[[Translation], tuple[str, str]]
 Condition = Callable[[Translation, str], bool]
-_TERM = re.compile(r"(?:(\S+) )?(stated|unstated|written|any|is|not|>=|<|>|=)(?: (.+))?")
+TERM = re.compile(r"(?:(\S+) )?(stated|unstated|written|any|is|not|>=|<|>|=)(?: (.+))?")
 _COMPARED: Mapping[str, Callable[[float, float], bool]] = {
     "=": operator.eq,
     "<": operator.lt,
@@ -83,8 +82,8 @@ class Format:
             **(parent.conditions if parent else {}),
             **(conditions or {}),
         }
-        own = dict(_sections(Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")))
-        self.defaults: dict[str, str] = {**(parent.defaults if parent else {}), **_settings(own.get("defaults", ""))}
+        own = dict(sections(Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")))
+        self.defaults: dict[str, str] = {**(parent.defaults if parent else {}), **settings(own.get("defaults", ""))}
         self.signs = own.get("signs", "").split()
         self.sections: dict[str, list[list[Row]]] = {**(parent.sections if parent else {})}
         self.sections |= {name: _blocks(text) for name, text in own.items() if name not in ("defaults", "signs")}
@@ -109,7 +108,7 @@ class Format:
     def _term(self, t: Translation, word: str, term: str) -> bool:
         if term.startswith(":"):
             return self.conditions[term[1:]](t, word)
-        found = _TERM.fullmatch(term)
+        found = TERM.fullmatch(term)
         assert found, term
         name, test, text = found[1] or word, found[2], found[3] or ""
         if test in ("is", "not"):
@@ -140,9 +139,7 @@ class Format:
         elif kind == ">":
             t.rename(word, rest)
         elif kind == "assume":
-            t.assume(_settings(rest))
-        elif kind == "drop":
-            t.drop(word)
+            t.assume(settings(rest))
         elif not word:
             t.settings |= _filled(t, word, row.here)
         elif kind == "?":
@@ -191,14 +188,16 @@ def _filled(t: Translation, word: str, here: str) -> dict[str, str]:
     return {name: _NAME.sub(value, text) for name, text in settings.items()}
 
 
-def _sections(text: str) -> Iterator[tuple[str, str]]:
+def sections(text: str) -> Iterator[tuple[str, str]]:
+    """Yields the names and the lines of a table's sections."""
     for section in re.split(r"^\[", re.sub(r"^#[^\n]*\n", "", text, flags=re.M), flags=re.M)[1:]:
         name, _, lines = section.partition("]\n")
-        yield name, lines
+        yield name, lines.strip()
 
 
-def _settings(text: str) -> dict[str, str]:
-    return {name: value for name, _, value in (part.partition("=") for part in text.split())}
+def settings(text: str) -> dict[str, str]:
+    """Returns the values of `WORD=VALUE ...`; a value with blanks is in quotes."""
+    return {name: value.strip("'") for name, value in re.findall(r"(\S+?)=('[^']*'|\S*)", text)}
 
 
 def _blocks(text: str) -> list[list[Row]]:

@@ -79,7 +79,11 @@ def rows() -> tuple[Word, ...]:
     """Returns the table, in its order."""
     lines = Path(__file__).with_name("words.txt").read_text(encoding="utf-8").splitlines()
     cells = ([cell.strip() for cell in line.split("|")] for line in lines if "|" in line and not line.startswith("#"))
-    return tuple(Word(word, tuple(whose.split(", ")), here, why) for word, whose, here, why in cells)
+    return tuple(
+        Word(word, tuple(whose.split(", ")), here, why)
+        for words, whose, here, why in cells
+        for word in words.split(", ")
+    )
 
 
 @functools.cache

@@ -16,6 +16,7 @@ from maxbatch.commands.import_config import maxtext_defaults
 from maxbatch.commands.import_config.command import translated, written
 from maxbatch.commands.import_config.maxtext_defaults import file_of_module, values_of
 from maxbatch.commands.import_config.shell import commands_of
+from maxbatch.commands.import_config.table import sections, settings
 from tests.helpers.imports import imported
 from tests.programs.maxtext_commands import bash_commands, differences
 
@@ -25,9 +26,11 @@ NAMED = "model_name=llama3.1-8b base_output_directory=runs run_name=a"
 
 def table(section: str) -> str:
     """Returns a section of the table of defaults as YAML."""
-    text = Path(maxtext_defaults.__file__).with_suffix(".txt").read_text().split(f"[{section}]\n")[1].split("\n[")[0]
-    words = (line.partition(" ") for line in text.splitlines())
-    return "".join(f"{word}: {value if value.startswith('[') else json.dumps(value)}\n" for word, _, value in words)
+    text = Path(maxtext_defaults.__file__).with_suffix(".txt").read_text()
+    words = settings(dict(sections(text))[section])
+    return "".join(
+        f"{word}: {value if value.startswith('[') else json.dumps(value)}\n" for word, value in words.items()
+    )
 
 
 @pytest.mark.parametrize(
