@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
-from maxbatch.config.sections import slots_per_sample
+from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
 from maxbatch.data.stream.own import Samples, as_stream
@@ -167,7 +167,7 @@ class BatchFeed:
         staged = next(self._feed)
         planned = staged.planned
         rows = self._rows(staged.shape.micro_batch)(staged.batch)
-        return FedBatch(*rows[:3], planned.first_sample, planned.num_rows, planned.step)
+        return FedBatch(rows.tokens, rows.segments, rows.weights, planned.first_sample, planned.num_rows, planned.step)
 
     def close(self) -> None:
         """Ends the threads and processes that read ahead."""

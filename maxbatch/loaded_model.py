@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import override_texts
+from maxbatch.config.recipes import Recipe
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import shown
@@ -90,7 +91,7 @@ class LoadedModel:
         self._has_stated_length = "max_target_length" in stated
         self._scorers: dict[int | None, Scorer] = {}  # by the most rows of a pass
         # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
-        self._bos_by_key = "add_bos" in stated or not (self.config.use_sft or self.config.use_dpo or self._is_imported)
+        self._bos_by_key = "add_bos" in stated or not (Recipe.of(self.config).has_answers or self._is_imported)
 
     @cached_property
     def mesh(self) -> Mesh:

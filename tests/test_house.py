@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch.config.recipes import choices
 from maxbatch.config.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -143,6 +144,39 @@ def _takers_of_the_whole_config(node: ast.AST, within: str = "") -> Iterator[str
                 yield name
         inner = f"{name}." if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else within
         yield from _takers_of_the_whole_config(child, inner)
+
+
+def test_only_config_recipes_and_import_ask_which_kind_of_sample_a_run_has() -> None:
+    may_ask = [ROOT / "maxbatch" / room for room in ("config", "recipes", "commands/import_config")]
+    others = [path for path in MODULES if not any(map(path.is_relative_to, may_ask))]
+    asking = {path.name: set(_choices_asked_for(ast.parse(path.read_text()))) for path in others}
+    found = {name: sorted(asked) for name, asked in asking.items() if asked}
+    assert not found, f"{found}: ask Recipe.of(config) for a fact, or give the recipe of that room a method"
+
+
+def _choices_asked_for(tree: ast.Module) -> Iterator[str]:
+    """Yields the keys that choose a kind of sample where a module reads one: a flag, or a number compared with None."""
+    flags = choices().keys() - {"batch_size"}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr in flags:
+            yield node.attr
+        elif isinstance(node, ast.Constant) and node.value in flags:
+            yield str(node.value)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id in flags:
+            yield node.target.id
+        elif isinstance(node, ast.Compare) and "batch_size" in _read_by(node.left) and _is_none(node.comparators[0]):
+            yield "batch_size"
+
+
+def _read_by(node: ast.expr) -> tuple[object, ...]:
+    """Returns the name of an attribute, or the constant of a subscript."""
+    if isinstance(node, ast.Subscript):
+        return (node.slice.value,) if isinstance(node.slice, ast.Constant) else ()
+    return (node.attr,) if isinstance(node, ast.Attribute) else ()
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def test_no_room_but_system_asks_for_remote_path() -> None:

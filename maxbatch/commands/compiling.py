@@ -45,9 +45,11 @@ def programs_on(config: ConfigDict, target: Target, plan: BatchPlan) -> tuple[Pr
     """Returns the programs of a run on devices, not yet lowered, and its updates."""
     from maxbatch.training.compile.ladder import largest_batch, plan_shapes
     from maxbatch.training.programs import Programs, ProgramsConfig
+    from maxbatch.training.update.recipe import TrainedRecipe
 
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
-    programs = Programs(ProgramsConfig.of(config), target.devices, plan.mesh, expansion)
+    objective = TrainedRecipe.of(config).objective(config)
+    programs = Programs(ProgramsConfig.of(config), target.devices, plan.mesh, objective, expansion)
     stages = [stage for stage in plan.stages if stage.num_steps is None or stage.num_steps]
     return programs, [Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)]
 
@@ -61,7 +63,7 @@ def compile_one(
     update: Update | None = None,
 ) -> Compiled:
     """Compiles a program, writes its HLO text to a folder if one is given, and models its time."""
-    from maxbatch.config.sections import slots_per_sample
+    from maxbatch.config.recipes import slots_per_sample
     from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.compile.cache import without_persistent_cache
     from maxbatch.training.compile.flags import program_options

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import add_config, config_of, count, whole
+from maxbatch.config.recipes import Recipe
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
@@ -42,7 +43,8 @@ def run(args: Namespace) -> int:
       ConfigError: a config or data that cannot be used.
     """
     config = config_of(args)
-    if config.batch_size is not None:
+    recipe = Recipe.of(config)
+    if recipe.is_sampled:
         raise ConfigError(
             f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a stream of prompts; "
             "works: batch_size=null, for documents"
@@ -62,7 +64,7 @@ def run(args: Namespace) -> int:
         for index in range(first, stop):
             print(json.dumps(_sample_record(stream, index)))
     else:
-        _print_samples(stream, first, stop, chats=config.use_sft or config.use_dpo)
+        _print_samples(stream, first, stop, chats=recipe.has_answers)
     return 0
 
 

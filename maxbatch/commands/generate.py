@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_averaged, count, place, real, whole
+from maxbatch.config.recipes import Recipe
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
@@ -100,7 +101,7 @@ def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
     """Returns whether a model's config states that it was trained on conversations."""
     from maxbatch.data.store.chat_prompts import chat_prompts
 
-    if not config.use_sft and not is_huggingface_folder(path):
+    if not Recipe.of(config).holds_chats and not is_huggingface_folder(path):
         return False
     return config.sft_format not in _PLAIN_FORMATS and chat_prompts(tokenizer) is not None
 

@@ -50,16 +50,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
+    from maxbatch.config.recipes import Recipe
     from maxbatch.config.rules import check_dataset
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
 
     config = config_of(args)
+    recipe = Recipe.of(config)
     has_hosts, args.hosts = args.hosts is not None, args.hosts or 1
     check_dataset(config)
     if args.topology:
         config = _take_topology(config, args)
-    if config.batch_size is not None and not _may_mean_rows(args):
+    if recipe.is_sampled and not _may_mean_rows(args):
         from maxbatch.config.sections import RLConfig
         from maxbatch.rl.policy_config import PromptConfig
         from maxbatch.rl.refusals import check_policy
@@ -75,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
-    if config.batch_size is not None and _may_mean_rows(args):
+    if recipe.is_sampled and _may_mean_rows(args):
         from maxbatch.config.unknown import three_batches
 
         meant = three_batches(config.batch_size, args.hosts if has_hosts else None)
@@ -85,15 +87,14 @@ def run(args: argparse.Namespace) -> int:
     for warning in plan.warnings:
         note(f"warning: {warning}")
     model = _model(config)
-    marks_trained = config.use_sft or config.use_dpo
-    of_update = _trained_tokens(config, plan) if marks_trained else None
+    of_update = _trained_tokens(config, plan) if recipe.has_answers else None
     period = _checkpoint_period(config, args)
     rows = _survival(config, args, plan, epoch) if args.survive else []
     if args.json:
         import json
 
         printed = plan.to_dict() | model | whole_layout
-        if marks_trained:
+        if recipe.has_answers:
             printed["trained_tokens_per_step"] = of_update
         if rows:
             printed["survive"] = [row.to_dict() for row in rows]
@@ -202,10 +203,11 @@ def _checkpoint_period(config: ConfigDict, args: argparse.Namespace) -> Checkpoi
 def _may_mean_rows(args: argparse.Namespace) -> bool:
     """Returns whether only an override makes the config one of reinforcement learning."""
     from maxbatch.config.loading import load_config
+    from maxbatch.config.recipes import Recipe
 
     path, overrides = config_arguments(args)
     is_overridden = any(re.match(r"\s*batch_size\s*=", text) for text in overrides)
-    return is_overridden and (path is None or load_config(path).batch_size is None)
+    return is_overridden and (path is None or not Recipe.of(load_config(path)).is_sampled)
 
 
 def _model(config: ConfigDict) -> dict[str, int]:

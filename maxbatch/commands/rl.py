@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.refusing import refusing_together
 from maxbatch.config.loading import configs_dir
+from maxbatch.config.recipes import Recipe
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     with refusing_together():
         config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))
-        if config.batch_size is None:
+        if not Recipe.of(config).is_sampled:
             raise ConfigError(
                 "batch_size=null: must be the number of prompts in a batch; works: batch_size=32, or a config built on "
                 "configs/post_train/rl.yml"

@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import keys, load_config
+from maxbatch.config.recipes import Recipe
 from maxbatch.data.stream.faults import data_faults
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
@@ -34,7 +35,7 @@ _REPLACED: dict[str, object] = {
     "num_epochs": None, "max_target_length": _LENGTH, "base_emb_dim": _WIDTH, "base_num_query_heads": _HEADS,
     "head_dim": _HEAD, "base_mlp_dim": _MLP, "vocab_size": _VOCABULARY, "query_pre_attn_scalar": None,
     "dataset_type": "synthetic", "dataset_path": "", "synthetic_samples": _RECORDS, "eval_dataset_path": "",
-    "tokenizer_type": "byte", "tokenizer_path": "", "use_sft": False, "grain_worker_count": 0,
+    "tokenizer_type": "byte", "tokenizer_path": "", "grain_worker_count": 0,
     "expansion_factor_real_data": -1, "checkpoint_period": _STEPS // 2, "max_num_checkpoints_to_keep": 1,
     "eval_per_device_batch_size": None, "eval_steps": -1, "eval_samples": 8, "eval_tasks": "", "eval_tasks_limit": None,
     "log_to": "", "profile_steps": "", "generate_prompt": "", "compiled_dir": "", "libtpu_flags": "none",
@@ -69,7 +70,8 @@ def make_trial(config: ConfigDict) -> TinyRun:
     """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two devices."""
     sizes = {axis: 2 if _is_used(config, axis) else 1 for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
-    stated = config.to_dict() | _REPLACED | _model_keys(config, sizes["pipeline"]) | _batch_keys(config, sizes)
+    texts = {recipe.key: False for recipe in Recipe.flagged()}  # synthetic data have no records
+    stated = config.to_dict() | _REPLACED | texts | _model_keys(config, sizes["pipeline"]) | _batch_keys(config, sizes)
     for axis, size in sizes.items():
         stated |= {axis_key("ici", axis): size, axis_key("dcn", axis): 1}
     has_held_out = bool(config.eval_dataset_path or config.eval_fraction or config.dataset_type == "python_stdlib")

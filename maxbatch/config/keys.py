@@ -88,6 +88,7 @@ class Key(Scalar):
     part: Part | None = None
     maxtext: str | None = SAME  # its name in MaxText's configs; OURS: MaxText has no such key
     warm_start: bool = True  # whether the warm start of RL takes it from the run; if not, it has its default
+    chooses: str = ""  # the kind of sample that it chooses if it is set (`maxbatch.config.recipes`)
 
     @property
     def maxtext_name(self) -> str | None:
@@ -116,11 +117,13 @@ class _Row(NamedTuple):
     part: Part | None
     maxtext: str | None
     warm_start: bool
+    chooses: str
 
 
 def key(
     default: _T, sentence: str, fixes: Fixes, bounds: Bounds | None = None, unit: str = "", *,
     choices: tuple[str, ...] = (), part: Part | None = None, maxtext: str | None = SAME, warm_start: bool = True,
+    chooses: str = "",
 ) -> _T:  # fmt: skip
     """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
 
@@ -134,8 +137,9 @@ def key(
       part: the statement that it belongs to, with its alternatives.
       maxtext: its name in MaxText's configs, where that differs; OURS: MaxText has no such key.
       warm_start: whether the warm start of RL takes it from the run.
+      chooses: the kind of sample that it chooses if it is set.
     """
-    row = _Row(_text(default), sentence, fixes, bounds, unit, choices, part, maxtext, warm_start)
+    row = _Row(_text(default), sentence, fixes, bounds, unit, choices, part, maxtext, warm_start, chooses)
     return cast(_T, row)
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import is_mixture_file
+from maxbatch.config.recipes import Keyed, Recipe, check_kind
 from maxbatch.config.sections import READY_TASKS, customised_tensors, names_of
 from maxbatch.config.values import Value, in_runs, in_tokens, shown
 from maxbatch.system.errors import ConfigError
@@ -19,7 +20,7 @@ PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
 _WITHOUT_PATH = ("python_stdlib", "synthetic", *READY_TASKS)
-_WITH_CONVERSATIONS = ("jsonl", "parquet", "tokens")
+_WITH_RECORDS = ("jsonl", "parquet", "tokens")
 # A decay per update, and the same stated in tokens.
 _IN_TOKENS = {
     "adam_b1": "adam_b1_half_life",
@@ -30,12 +31,6 @@ _MOST_TOKENS = 2**63
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
 
 Values = Mapping[str, Value]
-
-
-class Keyed(Protocol):
-    """Values by the names of keys: a mapping, or a section that has those keys."""
-
-    def __getitem__(self, name: str, /) -> Any: ...
 
 
 class Displaced(NamedTuple):
@@ -141,11 +136,10 @@ def check_data_paths(values: Keyed) -> None:
         emptied = " ".join(f"{name}=''" for name in stated)
         works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
-    fields = {"use_sft": "sft_format names their fields", "use_dpo": "with prompt, chosen and rejected"}
-    for name in (name for name in fields if values[name]):
-        if kind not in _WITH_CONVERSATIONS and not is_mixture_file(str(values["dataset_path"])):
-            raise ConfigError(f"dataset_type={kind}: {name}=true reads records ({fields[name]}) "
-                              f"of jsonl, parquet or prepared tokens; works: {name}=false")  # fmt: skip
+    recipe = Recipe.of(values)
+    if recipe.fields and kind not in _WITH_RECORDS and not is_mixture_file(str(values["dataset_path"])):
+        raise ConfigError(f"dataset_type={kind}: {recipe.key}=true reads records ({recipe.fields}) "
+                          f"of jsonl, parquet or prepared tokens; works: {recipe.key}=false")  # fmt: skip
     held_out, share = values["eval_dataset_path"], values["eval_fraction"]
     if held_out and share:
         raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} is the held-out data "
@@ -201,21 +195,9 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
                 raise fault(name, rule, needed)
     if values["packing_strategy"] == "best_fit" and not values["packing"]:
         raise fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
-    if values["batch_size"] is not None and values["warm_start_steps"] and not values["enable_checkpointing"]:
-        rule = f"true beside warm_start_steps={values['warm_start_steps']}, whose parameters a checkpoint carries over"
-        raise fault("enable_checkpointing", rule, "true")
-    for name in ("use_sft", "use_dpo"):
-        if values["batch_size"] is not None and values[name]:
-            raise fault(name, "false beside batch_size, which states a batch of prompts for maxbatch rl", "false")
-    if values["use_dpo"] and values["use_sft"]:
-        raise fault("use_sft", "false beside use_dpo=true, whose records are pairs of answers", "false")
-    if values["use_dpo"] and values["dpo_algo"] == "orpo" and values["dpo_label_smoothing"]:
-        raise fault("dpo_label_smoothing", "0 beside dpo_algo=orpo, whose loss has none", "0")
+    check_kind(values, fault)
     if values["load_full_state_path"] and values["load_parameters_path"]:
         raise fault("load_full_state_path", "empty beside load_parameters_path: a run starts from one of them", '""')
-    if values["load_full_state_path"] and values["batch_size"] is not None:
-        rule = "empty in reinforcement learning, which starts from parameters (load_parameters_path)"
-        raise fault("load_full_state_path", rule, '""')
     flags = str(values["libtpu_flags"])
     if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
         raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
@@ -223,17 +205,9 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     for name in customised_tensors(values):
         if values["remat_policy"] != "custom" and (has_experts or name not in KEPT_OF_EXPERTS):
             raise ConfigError(f"{name}={values[name]}: is a key of remat_policy=custom; works: remat_policy=custom")
-    if values["early_stopping_patience"] is not None:
-        if values["batch_size"] is not None:
-            raise fault("early_stopping_patience", "null beside batch_size: maxbatch rl has no eval loss", "null")
-        if values["eval_interval"] == -1:
-            raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
+    if values["early_stopping_patience"] is not None and values["eval_interval"] == -1:
+        raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
     if values["eval_tasks"]:
-        if values["batch_size"] is not None:
-            rule = (
-                "empty beside batch_size: maxbatch rl scores held-out prompts; maxbatch evaluate scores its checkpoints"
-            )
-            raise fault("eval_tasks", rule, '""')
         if values["eval_interval"] == -1:
             raise fault("eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100)
     elif values["eval_tasks_limit"] is not None:
@@ -272,8 +246,6 @@ def _check_local_checkpoints(values: Values, fault: Callable[..., ConfigError]) 
         return
     if not period:
         raise fault("local_checkpoint_period", "at least 1 beside local_checkpoint_directory", 10)
-    if values["batch_size"] is not None:
-        raise fault("local_checkpoint_directory", "empty beside batch_size: maxbatch rl keeps none", '""')
     if not values["enable_checkpointing"]:
         raise fault("enable_checkpointing", "true beside local_checkpoint_directory", "true")
 
@@ -305,8 +277,6 @@ def _check_tokens(name: str, text: str, takes_runs: bool, fault: Callable[..., C
 
 def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for adapters without a model to adapt, or in a run that cannot have them."""
-    if values["batch_size"] is not None and values["warm_start_steps"]:
-        raise fault("warm_start_steps", "0 beside lora_rank: adapters adapt the model of load_parameters_path", 0)
     if values["load_full_state_path"]:
         rule = "0 beside load_full_state_path, whose optimizer has a state for every parameter; load_parameters_path "
         raise fault("lora_rank", rule + "names the model to adapt", 0)
@@ -337,7 +307,6 @@ _OF_EXPERTS = (
     "routed_bias_update_rate", "load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight",
     "capacity_factor", *KEPT_OF_EXPERTS,
 )  # fmt: skip
-_ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
 # Keys of DeepSeek's form alone, and keys of forms that it does not have.
 _OF_LATENTS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
@@ -390,12 +359,6 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         raise fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
     if values["routed_bias_update_rate"] and values["lora_rank"]:
         raise fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
-    if float(str(values["capacity_factor"])) > 0 and values["batch_size"] is not None:
-        rule = "-1 beside batch_size: the capacity follows from the tokens of a whole row, which sampling does not know"
-        raise fault("capacity_factor", rule, -1)
-    for name in _ROUTER_LOSSES:
-        if values[name] and values["batch_size"] is not None:
-            raise fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)
     if family.expert_limit is not None and values["mlp_activations"] != "silu,linear":
         raise fault(
             "mlp_activations", f"silu,linear beside {block}, whose experts have one of their own", "silu,linear"

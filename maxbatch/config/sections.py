@@ -6,7 +6,7 @@ writes. A new key states what it fixes, so it cannot drop out of the identity of
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.keys import (
@@ -122,7 +122,7 @@ class PromptBatchConfig(Section):
     """The batch of prompts (maxbatch rl): batch_size states it, in place of p, g and the ramp."""
 
     batch_size: int | None = key(None, "unique prompts per batch; null: pre-training; a sample of the stream is then "
-        "a prompt", BATCH, COUNT, "prompts")
+        "a prompt", BATCH, COUNT, "prompts", chooses="prompt")
     num_generations: int = key(8, "G: responses per prompt; effective batch = batch_size x G prompt-response pairs",
         BATCH, COUNT, "responses per prompt", part=Part.PROMPT_BATCH)
     micro_batch_size: int = key(-1, "pairs per chunk: a multiple of G, dividing the effective batch and divisible by "
@@ -401,7 +401,8 @@ class DataConfig(Section):
     tokenizer_path: Place = key("", "tokenizer.json, a .model file, a folder that holds one, or a Hugging Face hub "
         'name; "" for byte', Fixes.CONTENT)
     use_sft: bool = key(False,
-        "true: records are conversations, in a form of sft_format; best_fit where packed", Fixes.CHAT, warm_start=False)
+        "true: records are conversations, in a form of sft_format; best_fit where packed", Fixes.CHAT, warm_start=False,
+        chooses="conversation")
     sft_format: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"] = key("auto",
         "use_sft, the fields of a record: auto (the first that fits) | messages | sharegpt (conversations) | "
         "completion (prompt, completion) | alpaca (instruction, input, output) | text (text_field)",
@@ -409,7 +410,7 @@ class DataConfig(Section):
     sft_train_on_completion_only: bool = key(True,
         "use_sft: true: only the assistant's tokens, end of turn included, have weight; false: all have", Fixes.CHAT)
     use_dpo: bool = key(False, "true: records are pairs of a chosen and a rejected answer; a sample is a pair, two "
-        "rows of L tokens", Fixes.CONTENT | Fixes.PROGRAM)
+        "rows of L tokens", Fixes.CONTENT | Fixes.PROGRAM, chooses="pair")
     overlong: Literal["truncate", "drop", "error"] = key("truncate", "use_sft, use_dpo, a record longer than a row: "
         "truncate (keep its beginning) | drop | error", Fixes.CHAT, maxtext=OURS)
     enable_data_shuffling: bool = key(True, "true: every epoch permutes the rows anew", Fixes.ORDER)
@@ -419,11 +420,6 @@ class DataConfig(Section):
     grain_prefetch_buffer_size: int = key(64, "rows read ahead; >= 1", NOTHING, COUNT, "rows")
     data_cache_dir: LocalPath = key("",
         'tokenised data and its index; "": ~/.cache/maxbatch (or XDG_CACHE_HOME)', NOTHING, maxtext=OURS)
-
-    @property
-    def marks_trained(self) -> bool:
-        """Whether records become tokens of which only some are trained on: conversations, or pairs of answers."""
-        return self.use_sft or self.use_dpo
 
 
 class PreferenceConfig(Section):
@@ -551,11 +547,6 @@ SECTIONS: tuple[type[Section], ...] = (
 KEYS: tuple[Key, ...] = tuple(key for section in SECTIONS for key in section.declared())
 # The choices of remat_policy=custom for each tensor of a layer, the default first; MaxText's names.
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}
-
-
-def slots_per_sample(config: Mapping[str, Any] | Section) -> int:
-    """Returns the tokens that a sample has room for: L, or 2 L for a pair of answers."""
-    return int(config["max_target_length"]) * (2 if config["use_dpo"] else 1)
 
 
 def names_fixing(what: Fixes) -> tuple[str, ...]:

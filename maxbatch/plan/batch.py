@@ -51,7 +51,7 @@ NEW_RUN = Resume()
 
 def check_batch_keys(config: PlanConfig) -> None:
     """Raises ConfigError for batch keys of pre-training that break a rule on any devices."""
-    if config.prompts.batch_size is not None:
+    if config.recipe.is_sampled:
         rule = "counts prompts, which maxbatch rl trains on; the samples of an update are global_batch_size"
         prompts = config.prompts.batch_size
         works = f"batch_size=null global_batch_size={prompts} and a dataset of documents, or maxbatch rl"
@@ -111,6 +111,7 @@ class BatchPlan:
     warnings: tuple[str, ...]
     rl: RLBatch | None
     experts: ExpertGroups | None  # None: a dense model
+    sample: str  # what the run counts, in a word
     decays: tuple[Decays, ...]
     manager: RampupBatchManager
     meshes: RunMeshes
@@ -237,6 +238,7 @@ class BatchPlan:
             ),
             rl=rl,
             experts=ExpertGroups.if_any(config.model, meshes.training, micro // parts, slots),
+            sample=config.recipe.unit,
             decays=tuple(map(DecayPlan.from_config(config, manager).of_stage, range(len(manager.stages)))),
             manager=manager,
             meshes=meshes,
@@ -246,11 +248,6 @@ class BatchPlan:
     def mesh(self) -> MeshShape:
         """The mesh shape of the devices that train."""
         return self.meshes.training
-
-    @property
-    def sample(self) -> str:
-        """A word for a sample of the stream: with `use_dpo` a pair of answers."""
-        return "sample" if self.slots_per_sample == self.max_target_length else "pair"
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -290,7 +287,7 @@ class BatchPlan:
         return [[self.samples_of(stage, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
-_NOT_NUMBERS = ("decays", "manager", "meshes", "warnings", "rl", "experts")
+_NOT_NUMBERS = ("sample", "decays", "manager", "meshes", "warnings", "rl", "experts")
 
 
 def _json(number: Number | None) -> int | float | None:

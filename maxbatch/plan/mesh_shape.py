@@ -108,10 +108,10 @@ class RunMeshes(NamedTuple):
         """
         check_machine(num_devices, num_slices)
         check_divides("num_hosts=", num_hosts, num_devices)
-        is_rl = config.prompts.batch_size is not None
+        samples = config.recipe.is_sampled
         is_shared = all(exact(config[share]) == 1 for share in _SHARES)
         counts, slices = (num_devices, num_devices), (num_slices, num_slices)
-        if is_rl and not is_shared:
+        if samples and not is_shared:
             parts = math.lcm(num_hosts, num_slices) if num_hosts > 1 else 1
             per_slice = num_devices // max(parts, num_slices)
             counts = _shared_out(config, num_devices // parts, per_slice, of_host=parts > 1)
@@ -119,9 +119,9 @@ class RunMeshes(NamedTuple):
                 slices = -(-counts[0] // per_slice), -(-counts[1] // per_slice)
             counts = counts[0] * parts, counts[1] * parts
         training = MeshShape.from_config(config, counts[0], slices[0])
-        if is_rl and _states_sampling(config):
+        if samples and _states_sampling(config):
             sampling = _sampling_shape(config, counts[1], slices[1])
-        elif is_rl and not is_shared:
+        elif samples and not is_shared:
             sampling = MeshShape.from_config(config, counts[1], slices[1])
         else:
             sampling = training
@@ -180,7 +180,7 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
 
 def check_sampler_fits(config: PlanConfig, shape: MeshShape) -> None:
     """Raises ConfigError if an axis of the mesh that samples does not divide the dimension of the model it splits."""
-    if config.prompts.batch_size is None or not _states_sampling(config):
+    if not config.recipe.is_sampled or not _states_sampling(config):
         check_model_fits(config, shape)
     elif config.model.base_num_query_heads % shape.sizes["tensor"]:
         heads = _dimension(config, _SPLIT["tensor"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from maxbatch.config.keys import Section
+from maxbatch.config.recipes import Recipe, slots_per_sample
 from maxbatch.config.sections import (
     BatchConfig,
     EvaluationConfig,
@@ -13,7 +14,6 @@ from maxbatch.config.sections import (
     PromptBatchConfig,
     RampConfig,
     RatesConfig,
-    slots_per_sample,
 )
 
 
@@ -29,9 +29,9 @@ class PlanConfig(Section):
     model: ModelConfig
     mesh: MeshConfig
     evaluation: EvaluationConfig
-    use_dpo: bool
+    recipe: Recipe
 
     @property
     def slots_per_sample(self) -> int:
         """Tokens that a sample has room for."""
-        return slots_per_sample({"max_target_length": self.length.max_target_length, "use_dpo": self.use_dpo})
+        return slots_per_sample(self)

@@ -346,7 +346,7 @@ def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) ->
         if reference < needed:
             times = f"{largest / reference:.3g} times reference_batch_size={reference}"
             rule = f"adam_scaling=sde leaves nothing of it at a batch of {largest}, {times}"
-            has_reference = needed <= MOST_SAMPLES and config.prompts.batch_size is None
+            has_reference = needed <= MOST_SAMPLES and not config.recipe.is_sampled
             works = {"reference_batch_size": needed} if has_reference else {"adam_scaling": "none"}
             raise Refusal(config, key, rule, works)
     scale = {"none": lambda ratio: 1.0, "linear": float, "sqrt": math.sqrt}[config.rates.learning_rate_scaling]

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 from maxbatch.config.keys import Section
-from maxbatch.config.rules import Keyed
+from maxbatch.config.recipes import Keyed
 from maxbatch.config.values import Number, Value, exact, plain_number, shown
 from maxbatch.system.errors import ConfigError
 

@@ -47,14 +47,15 @@ class RLBatch(NamedTuple):
 
     @classmethod
     def if_stated(cls, config: PlanConfig, meshes: RunMeshes, unit: MicrobatchUnit) -> RLBatch | None:
-        """Returns the batch of the config, or None without `batch_size`; `unit` is that of the devices that train.
+        """Returns the batch of the config, or None if its samples are no prompts; `unit` is that of training devices.
 
         Raises:
           ConfigError: a chunk cuts a group, does not divide the batch, or cannot be split by the devices.
         """
-        if config.prompts.batch_size is None:
+        if not config.recipe.is_sampled:
             return None
         batch, group = config.prompts.batch_size, config.prompts.num_generations
+        assert batch is not None, "prompts are chosen by their number"
         _check_other_keys(config, batch)
         minibatch = batch // config.prompts.num_minibatches
         if config.batch.batch_padding:

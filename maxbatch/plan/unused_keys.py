@@ -44,7 +44,7 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
                 " without enable_rampup_batch_size=true"
             )  # fmt: skip
             yield f"{stated(config, *ramp)} {verb} no effect{reason}"
-    if config.batch.batch_padding and not batches and config.prompts.batch_size is None:
+    if config.batch.batch_padding and not batches and not config.recipe.is_sampled:
         yield "batch_padding=true has no effect without global_batch_size or batch_size_schedule, which it pads"
     if 0 < exact(config.batch.expansion_factor_real_data) < 1 and not resumes:
         factor = stated(config, "expansion_factor_real_data")

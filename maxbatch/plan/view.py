@@ -204,7 +204,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequen
       decays: names in `Decays` to show even if no ramp changes them.
     """
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
-    sample, of_pairs = ("prompt", " pairs") if plan.rl else (plan.sample, "")
+    sample, of_pairs = plan.sample, " pairs" if plan.rl else ""
     heads = [
         "stage",
         "threshold",
@@ -247,8 +247,8 @@ def render_layout(plan: BatchPlan, console: Console) -> None:
     console.print()
     group = plan.manager.rows_per_sample
     first = "S1 is" if group == 1 else f"S1 to S{group} are the pairs of"
-    if plan.sample == "pair":
-        first = "S1 is the pair"
+    if plan.rl is None and plan.sample != "sample":
+        first = f"S1 is the {plan.sample}"
     cut = "one update" if plan.manager.num_minibatches == 1 else "one batch"
     console.print(f"{cut} from samples_seen = s on; {first} stream[s]; devices in the order of the mesh")
     listed = plan.manager.listed
@@ -322,7 +322,7 @@ def _numbers(plan: BatchPlan, most: int) -> Text:
                 meaning = meaning.replace("samples", "prompts" if title in ("run", "ramp") else "pairs")
             if name in _OF_BATCH and plan.manager.num_minibatches > 1:
                 meaning = meaning.replace("per update", "per batch")
-            elif plan.sample != "sample":
+            elif not plan.rl and plan.sample != "sample":
                 meaning = meaning.replace("samples", f"{plan.sample}s").replace("rows", f"{plan.sample}s")
             groups.setdefault(title, []).append((name, number_text(getattr(source, name)), meaning))
     width = max(len(number) for group in groups.values() for _, number, _ in group)

@@ -24,9 +24,9 @@ from maxbatch.training.update.gradients import Objective, ObjectiveSums
 class Pairs(NamedTuple):
     """A chunk of prompt-response pairs, as rows to train on."""
 
-    tokens_MxL: jax.Array  # int32: prompt, response, padding
-    segments_MxL: jax.Array  # int32: 1 where there is a token, 0 at padding
-    weights_MxL: jax.Array  # float32: 1 at the tokens of the response, else 0
+    tokens: jax.Array  # int32: prompt, response, padding
+    segments: jax.Array  # int32: 1 where there is a token, 0 at padding
+    weights: jax.Array  # float32: 1 at the tokens of the response, else 0
     old_logprobs_MxL: jax.Array  # float32: log-probability of each token when it was sampled
     reference_logprobs_MxL: jax.Array  # float32: under the reference parameters; not read if `grpo_beta` is 0
     advantages_MxL: jax.Array  # float32: the response's advantage, at each of its tokens
@@ -70,7 +70,7 @@ def pair_losses(
       (loss_sum, weight_sum, `SUMS` by name), float32 scalars. The weighted mean is over all tokens (token-mean), over
       the responses' sums (sequence-mean) or over the responses' means (sequence-mean-token-mean).
     """
-    mask_MxL = pairs.weights_MxL
+    mask_MxL = pairs.weights
     lengths_Mx1 = jnp.sum(mask_MxL, axis=1, keepdims=True)
     log_ratio_MxL = (logprobs_MxL - pairs.old_logprobs_MxL) * mask_MxL
     if config.loss_algo == "gspo-token":
@@ -111,10 +111,10 @@ def policy_objective(config: RLConfig) -> Objective:
     """Returns the objective of `maxbatch rl`, over rows that are `Pairs`."""
 
     def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> ObjectiveSums:
-        x_MxLxD, routing = decoder.hidden(pairs.tokens_MxL, pairs.segments_MxL)
-        scores = token_logprobs_of(decoder, x_MxLxD, pairs.tokens_MxL, batch_shards=batch_shards)
+        x_MxLxD, routing = decoder.hidden(pairs.tokens, pairs.segments)
+        scores = token_logprobs_of(decoder, x_MxLxD, pairs.tokens, batch_shards=batch_shards)
         loss, weight, others = pair_losses(scores.logprobs_MxL, pairs, config)
-        entropy = jnp.sum(jax.lax.stop_gradient(scores.entropies_MxL) * pairs.weights_MxL)
+        entropy = jnp.sum(jax.lax.stop_gradient(scores.entropies_MxL) * pairs.weights)
         return ObjectiveSums(loss, weight, {**others, "entropy": entropy}, routing)
 
     return Objective(sums, (*SUMS, "kl") if config.grpo_beta else SUMS)

@@ -27,8 +27,9 @@ from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.samples import place_in_epochs
-from maxbatch.data.stream.sources import Identity, order_identity
+from maxbatch.data.stream.sources import order_identity
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.config_json import END_TOKENS, end_tokens
 from maxbatch.rl.policy_config import PromptConfig

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.recipes import Recipe
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.trees import State
@@ -21,11 +22,10 @@ _MAX_NEW_TOKENS = 128
 
 
 class TextConfig(DecoderConfig):
-    """The decoder's keys, and the key for the first token of a text."""
+    """The decoder's keys, and what decides on the first token of a text."""
 
     add_bos: bool
-    use_sft: bool
-    use_dpo: bool
+    recipe: Recipe
 
 
 def generate_text(
@@ -53,7 +53,7 @@ def generate_text(
     rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
     # Conversations begin as the tokenizer's template does, which ignores `add_bos`.
-    if not ids or (tokenizer.begins_with_bos() if config.use_sft or config.use_dpo else config.add_bos):
+    if not ids or (tokenizer.begins_with_bos() if config.recipe.has_answers else config.add_bos):
         starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
         ids.insert(0, next(token for token in starts if token is not None))
     length = config.max_target_length

@@ -21,6 +21,7 @@ from flax import nnx
 from ml_collections import ConfigDict
 
 from maxbatch.config.sections import ModelConfig, OptimizerConfig
+from maxbatch.data.feed.placement import TokenRows
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
 from maxbatch.model.decoder import Decoder
@@ -211,8 +212,8 @@ def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: Model
         if config[name]:
             raise ConfigError(f"{name}={config[name]}: is added to the config's own loss only; works: {name}=0")
 
-    def sums(model: Any, rows: Any, _: int) -> ObjectiveSums:
-        given = Rows(*rows[:3])
+    def sums(model: Any, rows: TokenRows, _: int) -> ObjectiveSums:
+        given = Rows(rows.tokens, rows.segments, rows.weights)
         shape = f"[{', '.join(map(str, given.tokens.shape))}]"
         called = _RoutedModel(model) if isinstance(model, Decoder) and model.has_experts else model
         if loss is None:

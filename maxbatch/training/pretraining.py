@@ -52,7 +52,7 @@ from maxbatch.training.reference import REFERENCE_FILE, Reference, digest_of, re
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data
 from maxbatch.training.update.optimizers import AT_REST
-from maxbatch.training.update.preferences import LossConfig, objective_of_config
+from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
@@ -92,12 +92,12 @@ def train(
         return Session(context, (task or Pretraining)(context, parts), parts.outputs).run()
 
 
-def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
+def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
     check_parts(parts)
-    if loss.use_dpo and (parts.model or parts.objective or parts.stream):
+    if not recipe.takes_parts and (parts.model or parts.objective or parts.stream):
         raise ConfigError(
-            "use_dpo=true: trains the config's own model on pairs of its own data, and train() was given a model, a "
-            "loss or a stream; works: use_dpo=false"
+            f"{recipe.key}=true: trains the config's own model on {recipe.unit}s of its own data, and train() was "
+            f"given a model, a loss or a stream; works: {recipe.key}=false"
         )
     if compiled_dir and (parts.model or parts.objective or parts.optimizer):
         raise ConfigError(
@@ -107,11 +107,11 @@ def _check(parts: Parts, compiled_dir: str, loss: LossConfig) -> None:
 
 
 class _FoundReference(NamedTuple):
-    """The reference of pairs as an earlier start left it."""
+    """The reference of answers as an earlier start left it."""
 
     reference: Reference
     missing: list[tuple[Stream | None, int, int]]  # of which streams it lacks which samples: first, behind the last
-    is_other: bool  # whether the file states other held-out pairs
+    is_other: bool  # whether the file states other held-out samples
 
 
 class Pretraining:
@@ -122,8 +122,8 @@ class Pretraining:
 
     def __init__(self, context: RunContext, parts: Parts = CONFIGURED) -> None:
         self._context, config, self._parts = context, context.config, parts
-        self._loss = LossConfig.of(config)
-        _check(parts, config.compiled_dir, self._loss)
+        self._recipe = TrainedRecipe.of(config)
+        _check(parts, config.compiled_dir, self._recipe)
         self._tasks = self._open_tasks()
         self.takes_turns = must_take_turns(context.devices)
         self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
@@ -133,12 +133,12 @@ class Pretraining:
         self._own_optimizer = optimizer_maker(parts.optimizer, OptimizerConfig.of(config))
         self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, self._own_optimizer)
         own_objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
-        self._objective = own_objective or objective_of_config(self._loss)
+        self._objective = own_objective or self._recipe.objective(config)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
         self._held_out: Stream | None = None  # once opened, on a host that loads
         self._num_held_out = 0
-        self._found_reference: _FoundReference | None = None  # of pairs, once the start is opened
+        self._found_reference: _FoundReference | None = None  # once the start is opened
         self._evaluator: Evaluator | None = None
         self._tasks_model: RunModel | None = None  # from `build` on, if there are tasks
         self._answers: Answers | None = None  # to held-out records at each eval
@@ -187,7 +187,7 @@ class Pretraining:
         """Opens `compiled_dir`, which must fit; lowers nothing yet."""
         config = self._context.config
         self._programs = Programs(
-            ProgramsConfig.of(config), self._context.devices, self._mesh_shape, self._expansion, self._objective,
+            ProgramsConfig.of(config), self._context.devices, self._mesh_shape, self._objective, self._expansion,
             self._own_optimizer,
         )  # fmt: skip
         self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
@@ -217,7 +217,7 @@ class Pretraining:
             tokenizer = self.stream.tokenizer if self.stream is not None else self._tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
             found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
-            if config.use_sft or config.use_dpo:
+            if self._recipe.has_answers:
                 with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
@@ -254,24 +254,25 @@ class Pretraining:
         return Feed(stream, manager, self.steps.shape_for, self.placement, position.step)
 
     def _find_reference(self, start: Start) -> _FoundReference:
-        """Returns what is known of the reference of all pairs that the run will read: the file of an earlier start.
+        """Returns what is known of the reference of all samples that the run will read: the file of an earlier start.
 
         A new run computes it from its parameters, whatever an attempt that was killed before its first checkpoint left.
         """
         path, plan = self._context.folder.path / REFERENCE_FILE, start.plan
-        known = read_on_all_hosts(path) if start.position.step else Reference()
+        nothing = Reference(self._recipe.unit, self._objective.num_referred)
+        known = read_on_all_hosts(path, nothing.unit, nothing.num_answers) if start.position.step else nothing
         origin = self._context.origin.mark
         if known is None or (known.origin and origin and known.origin != origin):
             why = "missing or damaged" if known is None else "of another run"
             warn(f"{path}: {why}; the reference is computed again from the first parameters")
-            known = Reference()
+            known = nothing
         assert plan.total_samples is not None, "data that are here have known epochs"
-        # The first epoch has every pair; the sources of a mixture have epochs of their own.
+        # The first epoch has every sample; the sources of a mixture have epochs of their own.
         last = min(plan.total_samples, self.data.samples_per_epoch or plan.total_samples)
         bounds = EvaluationConfig.of(self._context.config)
         last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
         held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out is not None else None))
-        is_other = held_out != known.held_out  # other pairs, or a file made before it stated them
+        is_other = held_out != known.held_out  # other samples, or a file made before it stated them
         if is_other:
             read = self._held_out
             is_known = all(gather(known.knows(read.samples, last_held_out) if read else True))
@@ -282,11 +283,11 @@ class Pretraining:
         return _FoundReference(known, [part for part in parts if part[2] > part[1]], is_other)
 
     def _completed(self, found: _FoundReference, plan: BatchPlan) -> Reference:
-        """Returns a reference once the pairs that it lacks are computed and its file holds all."""
+        """Returns a reference once the samples that it lacks are computed and its file holds all."""
         reference = found.reference
         if found.missing:
             count = sum(end - first for _, first, end in found.missing)
-            self._context.console.print(f"reference: {counted(count, 'pair')} under the first parameters")
+            self._context.console.print(f"reference: {counted(count, self._recipe.unit)} under the first parameters")
             params = self._first_params()
             reading = self._programs.reference_pass(plan.eval_batch_size)
             score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
@@ -303,11 +304,11 @@ class Pretraining:
         return self._context.start
 
     def open_start(self, start: Start, is_new: bool) -> None:
-        if self._loss.has_reference:
+        if self._objective.num_referred:
             self._found_reference = self._find_reference(start)
-        lacks_pairs = self._found_reference is not None and bool(self._found_reference.missing)
+        lacks_samples = self._found_reference is not None and bool(self._found_reference.missing)
         # A checkpoint lacks the model that adapters adapt.
-        if not (is_new or lacks_pairs or self.abstract.frozen is not None):
+        if not (is_new or lacks_samples or self.abstract.frozen is not None):
             return
         if self._context.config.load_full_state_path:
             self._context.origin.source()
@@ -387,7 +388,7 @@ class Pretraining:
         config, held_out, num_rows = self._context.config, self._held_out, self._num_held_out
         if not num_rows:
             return None
-        self._answers = self._open_answers(held_out) if config.use_sft else None
+        self._answers = self._open_answers(held_out) if self._recipe.answers_evals else None
         update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
         return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
@@ -441,8 +442,7 @@ class Pretraining:
         The answer of a pair's record is the chosen one.
         """
         config = self._context.config
-        has_answers = config.use_sft or config.use_dpo
-        if not (has_answers and config.generate_prompt) or self._parts.model or self._parts.stream:
+        if not (self._recipe.has_answers and config.generate_prompt) or self._parts.model or self._parts.stream:
             return None
         questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
         if not questions:
@@ -465,7 +465,7 @@ class Pretraining:
         if config.generate_prompt and not is_own and not self._context.stop.is_asked:
             params = self._merged(state)
             try:
-                found = self._answer_sample(params) if config.use_sft or config.use_dpo else None
+                found = self._answer_sample(params) if self._recipe.has_answers else None
                 text, asks = found or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"

@@ -13,7 +13,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.config.sections import CheckpointConfig, EvaluationConfig, slots_per_sample
+from maxbatch.config.recipes import slots_per_sample
+from maxbatch.config.sections import CheckpointConfig, EvaluationConfig
 from maxbatch.data.feed.placement import BATCH_DTYPES, REFERENCE_DTYPES, BatchShape, Placement
 from maxbatch.model.attention import choose_implementation
 from maxbatch.model.decoder_config import DecoderConfig
@@ -25,7 +26,7 @@ from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.reference import ReferencePass
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import OptimizerMaker
-from maxbatch.training.update.preferences import LossConfig, objective_of_config
+from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
@@ -55,7 +56,7 @@ class ProgramsConfig(UpdateConfig):
 
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
-    loss: LossConfig
+    recipe: TrainedRecipe
 
 
 class Programs:
@@ -63,8 +64,8 @@ class Programs:
 
     Args:
       shape: axis sizes of their mesh (`checked_mesh_shape`).
+      objective: the loss to minimise, and the model whose parameters it trains.
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
-      objective: the loss to minimise, and the model whose parameters it trains; None: the config's.
       own_optimizer: makes a user's optimizer; None: the config's.
     """
 
@@ -73,22 +74,23 @@ class Programs:
         config: ProgramsConfig,
         devices: Sequence[jax.Device],
         shape: MeshShape,
+        objective: Objective,
         expansion: int = 1,
-        objective: Objective | None = None,
         own_optimizer: OptimizerMaker | None = None,
     ) -> None:
-        self.config, self._shape, self._objective = config, shape, objective or objective_of_config(config.loss)
+        self.config, self._shape, self._objective = config, shape, objective
         self._own_optimizer = own_optimizer
         self.mesh: Mesh = lay_out(shape, devices)
         self._expansion = expansion
-        self.placement = self._placement(REFERENCE_DTYPES if config.loss.has_reference else BATCH_DTYPES)
+        self.placement = self._placement(REFERENCE_DTYPES if objective.num_referred else BATCH_DTYPES)
 
     def _placement(self, dtypes: Mapping[str, np.dtype]) -> Placement:
         return Placement(batch_sharding(self.mesh), slots_per_sample(self.config), self._expansion, dtypes)
 
     def reference_pass(self, batch_size: int) -> ReferencePass:
-        """Returns the pass that computes the reference of pairs, `batch_size` at a time."""
-        return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size)
+        """Returns the pass that computes the reference of samples, `batch_size` at a time."""
+        num_answers = self._objective.num_referred
+        return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size, num_answers)
 
     @cached_property
     def abstract(self) -> TrainState:
@@ -115,10 +117,10 @@ class Programs:
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Yields the other programs of a run by name.
 
-        They are of the first state, the reference of pairs, an eval pass and the checksums of a checkpoint.
+        They are of the first state, the reference of the objective, an eval pass and the checksums of a checkpoint.
         """
         yield INIT, self.init()
-        if self.config.loss.has_reference:
+        if self._objective.num_referred:
             reference = self.reference_pass(eval_batch_size)
             yield reference.name, reference.lower(self.abstract.model)
         if self.config.evaluation.eval_interval > 0:

@@ -1,13 +1,14 @@
-"""Log-probabilities of preference pairs under the reference: the first parameters of a run, computed once.
+"""Log-probabilities of answers under the reference: the first parameters of a run, computed once.
 
-They are kept by the hash of the pair, beside the stream: any cut of the data finds them, and whatever epoch a pair is
-read in. A run computes them for the pairs that it is going to read, in one pass before its first update, and writes
-them to `run_dir/reference.bin`; a resume reads the file. Where it is missing or damaged, or the run was made longer,
-the first parameters are made again from the config for the pairs that are missing.
+They are kept by the hash of the sample, beside the stream: any cut of the data finds them, and whatever epoch a sample
+is read in. A run computes them for the samples that it is going to read, in one pass before its first update, and
+writes them to `run_dir/reference.bin`; a resume reads the file. Where it is missing or damaged, or the run was made
+longer, the first parameters are made again from the config for the samples that are missing.
 
-Cost: a forward pass over each pair, 16 bytes of it in the memory of every loading host and in the file.
+Cost: a forward pass over each sample; in the memory of every loading host and in the file 8 bytes of it, and 4 of each
+answer.
 
-Shapes: M pairs of a pass, W = 2 L slots of a pair, K pairs that are known.
+Shapes: M samples of a pass, A answers of a sample (2 of a pair), W = A L slots, K samples that are known.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.hashing import row_hashes
 from maxbatch.system.storage import AnyPath
+from maxbatch.training.update.answers import score_answers
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
-from maxbatch.training.update.preferences import score_answers
 from maxbatch.training.update.update_config import UpdateConfig
 
 REFERENCE_FILE = "reference.bin"
-_READ_PAIRS = 1024  # at a time, to see whether they are known
+_READ_SAMPLES = 1024  # at a time, to see whether they are known
 
 
 @dataclasses.dataclass
@@ -47,46 +48,54 @@ class Reference:
     """The log-probabilities that are known.
 
     Attributes:
-      num_samples: samples of the training stream, from its start, whose pairs are known.
+      unit: what a sample is, in a word.
+      num_answers: A.
+      num_samples: samples of the training stream, from its start, that are known.
       num_held_out: the same of the held-out stream.
       held_out: a hash of the identity of that stream.
       origin: a hash of the identity of the first parameters.
-      hashes_K: uint64, of the pairs, rising.
-      logprobs_Kx2: float32, sums over the tokens of the chosen and of the rejected answer.
+      hashes_K: uint64, of the samples, rising.
+      logprobs_KxA: float32, sums over the tokens of each answer; of a pair those of the chosen and the rejected one.
     """
 
+    unit: str
+    num_answers: int
     num_samples: int = 0
     num_held_out: int = 0
     held_out: str = ""
     origin: str = ""
     hashes_K: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.uint64))
-    logprobs_Kx2: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros((0, 2), np.float32))
+    logprobs_KxA: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(0, np.float32))
 
-    def add(self, hashes_n: np.ndarray, logprobs_nx2: np.ndarray) -> None:
-        """Adds pairs, of which some may be known."""
+    def __post_init__(self) -> None:
+        self.logprobs_KxA = self.logprobs_KxA.reshape(len(self.hashes_K), self.num_answers)
+
+    def add(self, hashes_n: np.ndarray, logprobs_nxA: np.ndarray) -> None:
+        """Adds samples, of which some may be known."""
         hashes = np.concatenate([self.hashes_K, hashes_n])
         self.hashes_K, first_K = np.unique(hashes, return_index=True)
-        self.logprobs_Kx2 = np.concatenate([self.logprobs_Kx2, logprobs_nx2])[first_K]
+        self.logprobs_KxA = np.concatenate([self.logprobs_KxA, logprobs_nxA])[first_K]
 
     def beside(self, rows: Rows) -> Rows:
-        """Returns rows with `reference`, float32[n, W]: the two sums, each in the first slot of its answer's row."""
+        """Returns rows with `reference`, float32[n, W]: the sums, each in the first slot of its answer's row."""
         place_n, known_n = self._places(_hashes(rows))
         if not known_n.all():
             raise TrainingError(
-                f"{np.sum(~known_n)} of {len(known_n)} pairs are not in the reference: the data changed while they "
-                f"were read; remove {REFERENCE_FILE} of the run and start again, and it is computed anew"
+                f"{np.sum(~known_n)} of {len(known_n)} {self.unit}s are not in the reference: the data changed while "
+                f"they were read; remove {REFERENCE_FILE} of the run and start again, and it is computed anew"
             )
-        reference = np.zeros((len(place_n), 2, rows["tokens"].shape[1] // 2), np.float32)
-        reference[:, :, 0] = self.logprobs_Kx2[place_n]
+        width = rows["tokens"].shape[1] // self.num_answers
+        reference = np.zeros((len(place_n), self.num_answers, width), np.float32)
+        reference[:, :, 0] = self.logprobs_KxA[place_n]
         return rows | {"reference": reference.reshape(rows["tokens"].shape)}
 
     def knows(self, samples: SampleRows, count: int) -> bool:
-        """Returns whether all of the first `count` pairs of a stream are known; reads them."""
-        batches = (range(first, min(first + _READ_PAIRS, count)) for first in range(0, count, _READ_PAIRS))
+        """Returns whether all of the first `count` samples of a stream are known; reads them."""
+        batches = (range(first, min(first + _READ_SAMPLES, count)) for first in range(0, count, _READ_SAMPLES))
         return all(self._places(_hashes(samples.batch(list(batch))))[1].all() for batch in batches)
 
     def _places(self, hash_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the places of pairs, int64[n], and whether they are known, bool[n]; others have any place."""
+        """Returns the places of samples, int64[n], and whether they are known, bool[n]; others have any place."""
         if not len(self.hashes_K):
             return np.zeros(len(hash_n), np.int64), np.zeros(len(hash_n), bool)
         place_n = np.minimum(np.searchsorted(self.hashes_K, hash_n), len(self.hashes_K) - 1)
@@ -94,31 +103,31 @@ class Reference:
 
     def to_bytes(self) -> bytes:
         """Returns the content of the file: a line of JSON with a checksum of the rest, and the two arrays."""
-        arrays = self.hashes_K.astype("<u8").tobytes() + self.logprobs_Kx2.astype("<f4").tobytes()
+        arrays = self.hashes_K.astype("<u8").tobytes() + self.logprobs_KxA.astype("<f4").tobytes()
         facts = {name: getattr(self, name) for name in ("num_samples", "num_held_out", "held_out", "origin")}
         return json.dumps(facts | {"pairs": len(self.hashes_K), "crc32": zlib.crc32(arrays)}).encode() + b"\n" + arrays
 
     @classmethod
-    def read(cls, path: AnyPath) -> Reference | None:
+    def read(cls, path: AnyPath, unit: str, num_answers: int) -> Reference | None:
         """Returns what a file holds; None if it is missing or damaged."""
         try:
             head, _, arrays = path.read_bytes().partition(b"\n")
             facts = json.loads(head)
             count = int(facts["pairs"])
-            if facts["crc32"] != zlib.crc32(arrays) or len(arrays) != 16 * count:
+            if facts["crc32"] != zlib.crc32(arrays) or len(arrays) != (8 + 4 * num_answers) * count:
                 return None
             hashes_K = np.frombuffer(arrays, "<u8", count).astype(np.uint64)
             logprobs = np.frombuffer(arrays, "<f4", offset=8 * count).astype(np.float32)
             made_of = str(facts.get("held_out", "")), str(facts.get("origin", ""))
             counts = int(facts["num_samples"]), int(facts["num_held_out"])
-            return cls(*counts, *made_of, hashes_K, logprobs.reshape(count, 2))
+            return cls(unit, num_answers, *counts, *made_of, hashes_K, logprobs)
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
 
-def read_on_all_hosts(path: AnyPath) -> Reference | None:
+def read_on_all_hosts(path: AnyPath, unit: str, num_answers: int) -> Reference | None:
     """Returns what a file holds if every host can read it."""
-    found = Reference.read(path)
+    found = Reference.read(path, unit, num_answers)
     return found if all(gather(found is not None)) else None
 
 
@@ -163,28 +172,29 @@ def with_reference(stream: Stream, reference: Reference) -> Stream:
 
 
 class ReferencePass:
-    """A forward pass over pairs with given parameters.
+    """A forward pass over samples with given parameters.
 
     Args:
       config: the model, and the axes of its mesh.
-      placement: of batches of pairs without a reference.
+      placement: of batches of samples without a reference.
       batch_size: M.
+      num_answers: A.
 
     Attributes:
       name: name of the compiled program.
     """
 
-    def __init__(self, config: UpdateConfig, placement: Placement, batch_size: int) -> None:
+    def __init__(self, config: UpdateConfig, placement: Placement, batch_size: int, num_answers: int) -> None:
         mesh = placement.mesh
         model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
-        self._placement, self._shape = placement, BatchShape(batch_size, 1)
+        self._placement, self._shape, self._num_answers = placement, BatchShape(batch_size, 1), num_answers
         self.name = f"reference-{batch_size}"
         arrange = placement.arrange(batch_size)
 
         def score(params: State, batch: Batch) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: x.reshape(x.shape[1:]), batch))
-            answers, _ = score_answers(model.module(model.staged(params)), rows, model.row_shards)
-            return row_hashes(jnp, *rows[:3]), answers.logprobs_Mx2
+            answers, _ = score_answers(model.module(model.staged(params)), rows, model.row_shards, num_answers)
+            return row_hashes(jnp, rows.tokens, rows.segments, rows.weights), answers.logprobs_MxK
 
         self._score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
 
@@ -195,7 +205,7 @@ class ReferencePass:
     def __call__(
         self, score: jax.stages.Compiled, params: State, stream: Stream | None, first: int, end: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n, 2].
+        """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n, A].
 
         `score` is the compiled program; `stream` is None on a host that reads no rows.
         """
@@ -203,12 +213,12 @@ class ReferencePass:
         full, rest = divmod(end - first, size)
         parts = [(first, size, full), (first + full * size, rest, 1)]
         series = [BatchSeries(begin, rows, count, self._shape) for begin, rows, count in parts if rows and count]
-        hashes, logprobs = [np.zeros(0, np.uint64)], [np.zeros((0, 2), np.float32)]
+        hashes, logprobs = [np.zeros(0, np.uint64)], [np.zeros((0, self._num_answers), np.float32)]
         with BatchLoader(stream, self._placement, series) as loader:
             for one in series:
                 for _ in range(one.num_batches):
                     batch = loader.batch(one.num_rows, self._shape)
-                    halves_Mx2, logprobs_Mx2 = jax.device_get(score(params, batch))
+                    halves_Mx2, logprobs_MxA = jax.device_get(score(params, batch))
                     hashes.append(_joined(halves_Mx2[: one.num_rows]))
-                    logprobs.append(logprobs_Mx2[: one.num_rows])
+                    logprobs.append(logprobs_MxA[: one.num_rows])
         return np.concatenate(hashes), np.concatenate(logprobs)

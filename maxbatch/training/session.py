@@ -18,7 +18,8 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
-from maxbatch.config.sections import ModelConfig, slots_per_sample
+from maxbatch.config.recipes import slots_per_sample
+from maxbatch.config.sections import ModelConfig
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import is_first, warn
@@ -57,6 +58,7 @@ from maxbatch.training.record.recorder import Output, Record, RecordConfig, Reco
 from maxbatch.training.resuming import changed_reads, changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Start, Task
+from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
@@ -388,7 +390,8 @@ class Session(Generic[B]):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
-        yield RunProgress(self.console, self.total_steps, step, num_stages, self.config.log_period, self._doing)
+        log_period, counted = self.config.log_period, TrainedRecipe.of(self.config).counted
+        yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted)
         yield from self._outputs
 
     def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:

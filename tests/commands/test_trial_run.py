@@ -13,6 +13,7 @@ from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import configs_dir, load_config
 from maxbatch.config.matrices import model_size
 from maxbatch.config.sections import ModelConfig
+from maxbatch.data.stream.stream import open_stream
 from maxbatch.plan.batch import BatchPlan
 from tests.helpers.tiny import TINY_RUN
 
@@ -60,6 +61,12 @@ def test_a_trial_keeps_the_axes_and_the_form_of_the_batch(form: str) -> None:
     )
     assert num_devices == {"stages": 4, "every axis": 16, "experts": 4}.get(form, 2)
     assert (tiny.ici_expert_parallelism > 1) == (form == "experts")
+
+
+@pytest.mark.parametrize("kind", ["use_sft=true", "use_dpo=true"])
+def test_a_trial_of_records_with_answers_is_one_of_texts(kind: str) -> None:
+    tiny, _ = trial_config(load_config(None, [kind, "dataset_type=jsonl", "dataset_path=records.jsonl"]))
+    assert len(open_stream(tiny)) > 0 and not (tiny.use_sft or tiny.use_dpo)
 
 
 def test_no_variable_of_the_environment_reaches_a_trial(monkeypatch: pytest.MonkeyPatch) -> None:

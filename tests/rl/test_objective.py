@@ -32,7 +32,7 @@ def transcribed(new: jax.Array, pairs: Pairs, algo: str, mode: str, beta: float)
     """Equation 3 of DeepSeekMath, and 13 of GSPO, one response after the other."""
     losses, lengths = [], []
     for i in range(M):
-        where = np.flatnonzero(pairs.weights_MxL[i])
+        where = np.flatnonzero(pairs.weights[i])
         if not len(where):
             continue
         lp, old = new[i, where], pairs.old_logprobs_MxL[i, where]
@@ -89,8 +89,8 @@ def test_clipping_and_divergence_are_counted_per_token() -> None:
     ratio = np.exp(new - pairs.old_logprobs_MxL)
     a = pairs.advantages_MxL
     clipped = ((a > 0) & (ratio > 1.2)) | ((a < 0) & (ratio < 0.8))
-    assert sums["tokens"] == pairs.weights_MxL.sum()
-    assert sums["clip_fraction"] == (clipped * pairs.weights_MxL).sum() > 0
+    assert sums["tokens"] == pairs.weights.sum()
+    assert sums["clip_fraction"] == (clipped * pairs.weights).sum() > 0
     to_reference = pairs.reference_logprobs_MxL - new
-    kl = (np.exp(to_reference) - to_reference - 1) * pairs.weights_MxL
+    kl = (np.exp(to_reference) - to_reference - 1) * pairs.weights
     assert float(sums["kl"]) == pytest.approx(float(kl.sum()), rel=1e-5)

@@ -8,6 +8,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from maxbatch.config.loading import load_config
+from maxbatch.config.recipes import Recipe
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
@@ -47,7 +48,7 @@ class MeasuredRun:
         if not (path / "config.yml").is_file():
             raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
         config, records = load_config(str(path / "config.yml")), read_metrics(path)
-        if config.batch_size is not None:
+        if Recipe.of(config).is_sampled:
             raise ConfigError(
                 f"{path}: a run of maxbatch rl, whose batch is of prompts; only runs of maxbatch train are measured"
             )

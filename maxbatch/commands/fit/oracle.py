@@ -20,7 +20,8 @@ from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
-from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing, slots_per_sample
+from maxbatch.config.recipes import slots_per_sample
+from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.model.decoder_config import DecoderConfig
@@ -35,6 +36,7 @@ from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 from maxbatch.training.compile.saved import program_keys, versions
 from maxbatch.training.compile.target import Target, device_facts
 from maxbatch.training.programs import Programs, ProgramsConfig
+from maxbatch.training.update.recipe import TrainedRecipe
 
 _FORMAT = 4  # version of an answer on disk
 
@@ -73,7 +75,8 @@ class CompilerOracle:
 
     @cached_property
     def _programs(self) -> Programs:
-        return Programs(ProgramsConfig.of(self.config), self.target.devices, self.mesh)
+        objective = TrainedRecipe.of(self.config).objective(self.config)
+        return Programs(ProgramsConfig.of(self.config), self.target.devices, self.mesh, objective)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
         """Returns the verdicts on batches of these shapes, compiled in parallel if there are cores."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,13 +27,32 @@ from maxbatch.data.stream.rows import Rows
 T = TypeVar("T")
 
 
-class Batch(NamedTuple):
-    """Rows of a global batch, cut into A micro-batches; with load expansion, each field is a tuple of e arrays."""
+class TokenRows(Protocol):
+    """Rows on devices, arrays [M, L]; a kind of rows may have further arrays of that shape."""
 
-    tokens_AxMxL: Any  # int32 token ids
-    segments_AxMxL: Any  # int32, 1.. per document within a row, 0 at padding
-    weights_AxMxL: Any  # float32 loss weight of each token as a target; 0 at padding rows
-    reference_AxMxL: Any = None  # float32, figures of each row beside its tokens, where the stream has them
+    @property
+    def tokens(self) -> Any:
+        """int32, token ids."""
+
+    @property
+    def segments(self) -> Any:
+        """int32, 1.. per document within a row, 0 at padding."""
+
+    @property
+    def weights(self) -> Any:
+        """float32, loss weight of each token as a target; 0 at padding rows."""
+
+
+class Batch(NamedTuple):
+    """Rows of a global batch, cut into A micro-batches: [A, M, L]; of one micro-batch, once arranged: [M, L].
+
+    With load expansion, each field of a staged batch is a tuple of e arrays.
+    """
+
+    tokens: Any  # int32 token ids
+    segments: Any  # int32, 1.. per document within a row, 0 at padding
+    weights: Any  # float32 loss weight of each token as a target; 0 at padding rows
+    reference: Any = None  # float32, figures of each row beside its tokens, where the stream has them
 
 
 BATCH_DTYPES = {"tokens": np.dtype(np.int32), "segments": np.dtype(np.int32), "weights": np.dtype(np.float32)}

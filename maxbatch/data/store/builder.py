@@ -21,8 +21,9 @@ import numpy as np
 
 from maxbatch.config.sections import DataConfig
 from maxbatch.data.store.blocks import BLOCKS, block_hashes, masks
-from maxbatch.data.store.conversations import Conversations, RecordError
+from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.shards import RemoteShards, Shard, ShardWriter
 from maxbatch.data.store.token_store import (
     MANIFEST,
@@ -148,8 +149,8 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
 def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepShard) -> Manifest:
     """Writes the shards after those that are finished, and the offsets of all; returns the manifest."""
     source, layout = build.source, TokenLayout.of(build.tokenizer, build.config)
-    conversations = Conversations.from_config(build.config, build.tokenizer)
-    tokeniser = Tokeniser(source, build.tokenizer, layout, conversations)
+    recipe = StoreRecipe.of(build.config)
+    tokeniser = Tokeniser(source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer))
     total, content = Tokenised(0, skipped=len(source.missing_shards)), new_content_hash()
 
     def add(done: Tokenised) -> None:
@@ -166,7 +167,7 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
                 add(done)
                 writer.end_job(done)
     except RecordError as error:
-        records = len(total.lengths) // (conversations.documents_per_record if conversations else 1)
+        records = len(total.lengths) // recipe.documents_per_record
         number = 1 + records + total.skipped - len(source.missing_shards) + error.number
         left_out = "skip_bad_records=true leaves such records out"
         raise source.error(f"record {number}: {error.problem}; {left_out}") from error
@@ -199,7 +200,7 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         "tokenizer": build.tokenizer.identity,
         "vocab_size": build.tokenizer.vocab_size,
         **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
-        **({"conversations": conversations.identity} if conversations else {}),
+        **({"conversations": tokeniser.encoder.identity} if tokeniser.encoder else {}),
         "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True)) | {OFFSETS: len(data), BLOCKS: hashes.nbytes},
         "offsets_crc32": zlib.crc32(data),
         "signature": build.signature,

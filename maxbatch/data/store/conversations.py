@@ -1,4 +1,4 @@
-"""Records with answers to train on (`use_sft`, `use_dpo`): conversations as tokens, each of them trained on or not.
+"""Records with answers to train on: conversations as tokens, each of them trained on or not.
 
 A record has one of the forms of `sft_format`; `auto` takes the first of them whose fields it has:
 
@@ -15,9 +15,7 @@ fields of the record besides, the template sees `tools` (a list, or JSON of one)
 With `sft_train_on_completion_only` the assistant's tokens are trained on, the end of its turn included: those of every
 assistant message (but not of one with `weight` 0 or `train` false), or of the completion. Without, all tokens are.
 
-A record of `use_dpo` is a pair, two documents one after the other: the prompt with the chosen answer, and with the
-rejected one. Its fields are `chosen` and `rejected`, two texts or two lists of messages, and `prompt`, of the same
-kind; without it the prompt is the beginning that both share. Only the answers are trained on.
+Another kind of record is a subclass, which says what documents a record holds.
 
 A text is tokenised as a whole. Where a trained part begins or ends, so must a token: a prompt's tokens must be those
 that the prompt has by itself, or else generation would begin differently from training.
@@ -25,15 +23,13 @@ that the prompt has by itself, or else generation would begin differently from t
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered
 from maxbatch.data.store.chat_template import ChatTemplate
@@ -41,7 +37,6 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 
-_T = TypeVar("_T")
 _VERSION = 2  # increment it when the same records give other tokens
 # The forms of a record and the fields that they need, in the order in which `auto` tries them.
 _FIELDS = {
@@ -51,7 +46,6 @@ _FIELDS = {
     "alpaca": ("instruction", "output"),
     "text": ("",),  # text_field
 }
-_PAIR = ("prompt", "chosen", "rejected")  # without the first, the prompt is the beginning that the others share
 _WEIGHTS = ("weight", "train")  # fields of a message
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT; others keep their names
 
@@ -73,17 +67,8 @@ class Conversations:
     skip_bad_records: bool
     form: str = "auto"  # a key of _FIELDS, or auto
     text_field: str = "text"
-    are_pairs: bool = False  # whether a record is a pair of answers
 
-    @classmethod
-    def from_config(cls, config: DataConfig, tokenizer: Tokenizer) -> Conversations | None:
-        """Returns None unless `use_sft` or `use_dpo` is set."""
-        if not config.marks_trained:
-            return None
-        if config.use_dpo:
-            return cls(tokenizer, True, config.skip_bad_records, are_pairs=True)
-        completion_only, skips = config.sft_train_on_completion_only, config.skip_bad_records
-        return cls(tokenizer, completion_only, skips, config.sft_format, config.text_field)
+    needs_trained: ClassVar[bool] = False  # whether a document without a token to train on is an error
 
     @property
     def identity(self) -> dict[str, object]:
@@ -93,16 +78,19 @@ class Conversations:
         except ConfigError:  # raised once a record needs the template
             template = None
         stated = {"completion_only": self.completion_only, "format": self.form, "text_field": self.text_field}
-        pairs = {"pairs": True} if self.are_pairs else {}
-        return {"version": _VERSION, **stated, **pairs, "template": template}
+        return {"version": _VERSION, **stated, **self.kind, "template": template}
 
     @property
-    def documents_per_record(self) -> int:
-        """Documents that a record becomes."""
-        return 2 if self.are_pairs else 1
+    def kind(self) -> dict[str, object]:
+        """The part of `identity` that tells this kind of record from others."""
+        return {}
+
+    def documents(self, record: Mapping[str, object]) -> Sequence[Conversation | Texts]:
+        """Returns the documents of a record; raises ConversationError if it has none."""
+        return [self._conversation(record)]
 
     def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | None]:
-        """Returns the documents of records, which are JSON objects; one of each, or two of a pair.
+        """Returns the documents of records, which are JSON objects.
 
         None stands for a record that `skip_bad_records` leaves out.
 
@@ -124,19 +112,18 @@ class Conversations:
                 encoded.append(None)
         return encoded
 
-    def _read(self, utf8: bytes) -> Sequence[Conversation | _Texts | ConversationError]:
+    def _read(self, utf8: bytes) -> Sequence[Conversation | Texts | ConversationError]:
         """Returns the conversations of a record, or why it has none."""
         try:
-            record = json.loads(utf8)
-            found = _pair(record) if self.are_pairs else (self._conversation(record),)
-            return [one if isinstance(one, _Texts) else _checked(one, self.completion_only) for one in found]
+            found = self.documents(json.loads(utf8))
+            return [one if isinstance(one, Texts) else _checked(one, self.completion_only) for one in found]
         except ConversationError as error:
             return [error]
 
-    def _encoded(self, found: Rendered | _Texts | ConversationError) -> Encoded:
+    def _encoded(self, found: Rendered | Texts | ConversationError) -> Encoded:
         if isinstance(found, ConversationError):
             raise found
-        if isinstance(found, _Texts):
+        if isinstance(found, Texts):
             return self._trains_any(self._texts(*found))
         if not self.completion_only:
             found = Rendered(found.text, [(0, len(found.text))])
@@ -145,8 +132,8 @@ class Conversations:
         return self._trains_any(self._split(found))
 
     def _trains_any(self, encoded: Encoded) -> Encoded:
-        """Returns a document; raises ConversationError for an answer of a pair of which no token can be predicted."""
-        if self.are_pairs and not encoded.trained[1:].any():
+        """Returns a document; raises ConversationError if it needs a token to predict, and has none."""
+        if self.needs_trained and not encoded.trained[1:].any():
             raise ConversationError("has an answer without a token to train on")
         return encoded
 
@@ -187,7 +174,7 @@ class Conversations:
             whole = np.append(whole, np.int32(end))
         return Encoded(whole, np.arange(len(whole)) >= (begin if self.completion_only else 0))
 
-    def _conversation(self, record: Mapping[str, object]) -> Conversation | _Texts:
+    def _conversation(self, record: Mapping[str, object]) -> Conversation | Texts:
         """Returns the conversation of a record in the form that is stated, or found."""
         fields = {form: tuple(name or self.text_field for name in names) for form, names in _FIELDS.items()}
 
@@ -201,19 +188,19 @@ class Conversations:
             held = shown(", ".join(map(repr, list(record)[:8])) or "none")
             raise ConversationError(f"{key} needs {', or '.join(ways)}; its fields: {held}")
         if form == "text":
-            return _Texts("", _text(record, self.text_field))
+            return Texts("", _text(record, self.text_field))
         if form == "alpaca":
             asked = "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input", ""))))
             turns = [("system", _text(record, "system", "")), ("user", asked), ("assistant", _text(record, "output"))]
             return Conversation([{"role": role, "content": text} for role, text in turns if text or role != "system"],
-                            _extras(record))  # fmt: skip
+                            extras_of(record))  # fmt: skip
         if form == "completion":
             return _prompted(record)
         messages = messages_of(record[fields[form][0]], fields[form][0])
         system = _text(record, "system", "") if form == "sharegpt" else ""
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
-        return Conversation(messages, _extras(record))
+        return Conversation(messages, extras_of(record))
 
 
 class Encoded(NamedTuple):
@@ -223,52 +210,21 @@ class Encoded(NamedTuple):
     trained: np.ndarray  # bool[n], whether each is trained on
 
 
-class _Texts(NamedTuple):
-    """A record of two texts."""
+class Texts(NamedTuple):
+    """A document of two texts."""
 
     prompt: str
     completion: str
 
 
-def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
-    """Yields the items that both begin with."""
-    return (a for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
-
-
-def _pair(record: Mapping[str, object]) -> tuple[Conversation | _Texts, Conversation | _Texts]:
-    """Returns the prompt of a record with its chosen answer, and with its rejected one."""
-    prompt, chosen, rejected = (record.get(name) for name in _PAIR)
-    if chosen is None or rejected is None:
-        held = shown(", ".join(map(repr, list(record)[:8])) or "none")
-        raise ConversationError(f"use_dpo=true needs chosen and rejected; its fields: {held}")
-    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
-        if prompt is None:
-            same = sum(1 for _ in _common(chosen, rejected))
-            prompt = chosen[: max((end for end in range(1, same + 1) if chosen[end - 1].isspace()), default=0)]
-            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
-        return _Texts(prompt, chosen), _Texts(prompt, rejected)
-    if isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None):
-        answers = [messages_of(chosen, "chosen"), messages_of(rejected, "rejected")]
-        if prompt is not None:
-            asked = messages_of(prompt, "prompt")
-        else:
-            asked = list(_common(*answers))
-            answers = [answer[len(asked) :] for answer in answers]
-            if not all(answers):
-                raise ConversationError("fields chosen and rejected: one of them is only the beginning of the other")
-        one, other = (Conversation([*asked, *answer], _extras(record), len(asked)) for answer in answers)
-        return one, other
-    raise ConversationError("fields prompt, chosen and rejected must be all texts, or all lists of messages")
-
-
-def _prompted(record: Mapping[str, object]) -> Conversation | _Texts:
+def _prompted(record: Mapping[str, object]) -> Conversation | Texts:
     """Returns the conversation of a record with prompt and completion."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return _Texts(prompt, completion)
+        return Texts(prompt, completion)
     if isinstance(prompt, list) and isinstance(completion, list):
         asked, answered = messages_of(prompt, "prompt"), messages_of(completion, "completion")
-        return Conversation([*asked, *answered], _extras(record), len(asked))
+        return Conversation([*asked, *answered], extras_of(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list):
             raise ConversationError(f"field {name} is a {type(value).__name__}, not a text or a list of messages")
@@ -334,7 +290,8 @@ def _message(message: object, where: str) -> dict[str, object]:
     return kept
 
 
-def _extras(record: Mapping[str, object]) -> dict[str, object]:
+def extras_of(record: Mapping[str, object]) -> dict[str, object]:
+    """Returns the fields of a record that a chat template sees besides the messages."""
     tools, more = record.get("tools"), record.get("chat_template_kwargs")
     if isinstance(tools, str):
         try:

@@ -18,6 +18,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
+from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.source_files import LocalDisk, SourceFile
 
@@ -58,8 +59,8 @@ class DocumentSource:
     def from_config(cls, config: DataConfig, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
         """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
 
-        A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, or for
-        conversations (`use_sft`), documents are records as JSON instead of their text.
+        A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, or if
+        records are questions with answers, documents are records as JSON instead of their text.
 
         Raises:
           ConfigError: nothing is there, nothing is of the right kind, or shards are missing.
@@ -79,7 +80,7 @@ class DocumentSource:
         text_field = config.text_field if has_fields else ""
         source = cls(
             dataset_type, key, value, files, missing,
-            text_field=None if whole_records or config.marks_trained else text_field,
+            text_field=None if whole_records or StoreRecipe.of(config).has_answers else text_field,
             record_format=config.record_format if dataset_type == "arrayrecord" else "",
             skip_bad_records=config.skip_bad_records,
         )  # fmt: skip

@@ -16,6 +16,7 @@ from pathlib import Path
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
+from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.token_store import (
     MANIFEST,
     Manifest,
@@ -130,13 +131,10 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
 def _check_prepared_settings(config: DataConfig, where: str, manifest: Manifest) -> None:
     """Raises ConfigError for a store of documents or conversations that were made with other settings."""
     made = manifest.get("conversations")
-    are_pairs = made is not None and bool(made.get("pairs"))
-    prepared: dict[str, object] = {"use_dpo": are_pairs, "use_sft": made is not None and not are_pairs}
-    if not config.marks_trained:
-        prepared |= {key: bool(tokens) for key, tokens in (("add_bos", manifest["bos"]), ("add_eos", manifest["eos"]))}
-    elif made and config.use_sft:
-        prepared["sft_train_on_completion_only"] = bool(made["completion_only"])
-        prepared["sft_format"] = made.get("format", "auto")
+    prepared: dict[str, object] = {recipe.key: recipe.has_made(made) for recipe in StoreRecipe.flagged()}
+    recipe = StoreRecipe.of(config)
+    if recipe.has_answers == (made is not None):
+        prepared |= recipe.prepared_settings(manifest)
     for key, value in prepared.items():
         if config[key] != value:
             stated, works = (str(flag).lower() for flag in (config[key], value))

@@ -5,8 +5,8 @@ tokens[offsets[d] : offsets[d + 1]], its bos and eos included), `blocks.bin` (`m
 `manifest.json`. It appears whole, by one rename. The tokens of a large store are cut between documents into several
 files (`maxbatch.data.store.shards`).
 
-In a store of conversations (`use_sft`), or of pairs of answers (`use_dpo`: two documents each), the highest bit of each
-token says whether it is trained on.
+In a store of records with answers (a pair of answers is two documents), the highest bit of each token says whether it
+is trained on.
 
 The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store is opened or mapped;
 of the offsets of a large store in a bucket the blocks that are read (`maxbatch.data.store.document_table`). Tokens are
@@ -28,12 +28,12 @@ from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeGuard, cast
 
 import numpy as np
 
-from maxbatch.config.keys import Fixes
-from maxbatch.config.sections import DataConfig, names_fixing
+from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
 from maxbatch.data.store.file_contents import Contents, contents_of, known_contents
+from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
@@ -69,7 +69,7 @@ class TokenLayout:
     @classmethod
     def of(cls, tokenizer: Tokenizer, config: DataConfig) -> TokenLayout:
         """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token that is set."""
-        if config.marks_trained:
+        if StoreRecipe.of(config).has_answers:
             bit = 15 if tokenizer.vocab_size <= 1 << 15 else 31
             dtype = "uint16" if bit == 15 else "uint32"
             return cls(dtype=dtype, bos=(), eos=(), hashed_as=dtype, trained_bit=bit)
@@ -273,13 +273,7 @@ def _signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig,
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "tokenizer": tokenizer.identity,
     }
-    if config.marks_trained:
-        from maxbatch.data.store.conversations import Conversations
-
-        conversations = Conversations.from_config(config, tokenizer)
-        settings["conversations"] = conversations and conversations.identity
-    else:
-        settings |= {key: config[key] for key in names_fixing(Fixes.TOKENS)}
+    settings |= StoreRecipe.of(config).store_settings(config, tokenizer)
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 

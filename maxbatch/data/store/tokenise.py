@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.conversations import Conversations, RecordError
+from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import Piece, grouped
+from maxbatch.data.store.recipe import RecordEncoder
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import TrainingError
@@ -44,7 +45,7 @@ class Tokeniser:
     source: DocumentSource
     tokenizer: Tokenizer
     layout: TokenLayout
-    conversations: Conversations | None = None  # what records are, if they are not documents
+    encoder: RecordEncoder | None = None  # what makes documents of records, if they are not texts
 
     def tokenise(self, job: Sequence[Piece], file: Writable) -> Tokenised:
         """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""
@@ -73,15 +74,15 @@ class Tokeniser:
     def _encoded(self, batch: Sequence[_Kept]) -> Iterator[Sequence[np.ndarray]]:
         """Yields the tokens of each record's documents, as the store has them; none for a record that is left out."""
         texts = [kept.utf8 for kept in batch]
-        if self.conversations is None:
+        if self.encoder is None:
             yield from ([ids] for ids in self.tokenizer.encode_utf8_batch(texts))
             return
         try:
-            encoded = self.conversations.encode_batch(texts)
+            encoded = self.encoder.encode_batch(texts)
         except RecordError as error:
             raise RecordError(batch[error.number].number, error.problem) from error
         bit, dtype = self.layout.trained_bit, np.dtype(self.layout.dtype)
-        assert bit is not None, "the layout of conversations marks trained tokens"
+        assert bit is not None, "the layout of records with answers marks trained tokens"
         for found in encoded:
             yield [ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit) for ids, trained in found or ()]
 

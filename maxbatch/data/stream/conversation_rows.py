@@ -1,4 +1,4 @@
-"""The rows of conversations (`use_sft`): which of them fit, and how many of their tokens are trained on.
+"""The rows of conversations: which of them fit, and how many of their tokens are trained on.
 
 A conversation stays in one row. `overlong` decides about one that is longer: it loses its end, is left out, or is
 refused. The figures of the trained tokens need all rows to be read once; they are kept beside the packing.
@@ -8,26 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.overlong import refuse_overlong
+from maxbatch.data.stream.recipe import Fitted
 from maxbatch.data.stream.rows import Extents, RowSource
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 
 _VERSION = 3
 _ROWS_AT_ONCE = 1024
-
-
-class Fitted(NamedTuple):
-    """The conversations of a split that make rows."""
-
-    extents: Extents
-    num_overlong: int  # that were longer than a row
 
 
 def fit_rows(store: TokenStore, documents_S: np.ndarray, length: int, overlong: str) -> Fitted:

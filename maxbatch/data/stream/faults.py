@@ -9,11 +9,12 @@ from typing import TypeVar
 
 from maxbatch.config.rules import check_data_paths, check_vocabulary
 from maxbatch.config.values import shown
-from maxbatch.data.store.conversations import Conversations, RecordError
+from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.data.stream.recipe import StreamRecipe
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.system.errors import ConfigError
@@ -26,8 +27,8 @@ T = TypeVar("T")
 def data_faults(config: StreamConfig) -> list[str]:
     """Returns the faults of the data and of the tokenizer that a config names, one message each.
 
-    Files are listed and the first records of each source are read, tokenised and, for `use_sft`, written by the chat
-    template.
+    Files are listed and the first records of each source are read, tokenised and, for conversations, written by the
+    chat template.
     """
     faults: dict[str, None] = {}
 
@@ -68,11 +69,11 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
         raise source.error(f"the first {len(texts)} records have no text" if texts else "holds no document")
     if tokenizer is None:
         return
-    conversations = Conversations.from_config(config, tokenizer)
-    if conversations is None:
+    encoder = StreamRecipe.of(config).encoder(config, tokenizer)
+    if encoder is None:
         tokenizer.encode_utf8_batch(texts)
         return
     try:
-        conversations.encode_batch([text for text in texts if text])
+        encoder.encode_batch([text for text in texts if text])
     except RecordError as error:
         raise source.error(f"record {error.number + 1}: {error.problem}") from error

@@ -28,8 +28,9 @@ import yaml
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file, is_staged
+from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.rules import check_data_paths
-from maxbatch.config.sections import names_fixing, slots_per_sample
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, compose_text, pairs
 from maxbatch.data.stream.mixture_order import MixtureStage

@@ -11,9 +11,9 @@ from numpy.typing import ArrayLike, DTypeLike
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
+from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import Indices, SampleOrigin
-from maxbatch.data.stream.sources import Identity
 from maxbatch.data.stream.stream import Stream
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The rows of preference pairs (`use_dpo`): a sample is the prompt with the chosen answer, then with the rejected one.
+"""The rows of preference pairs: a sample is the prompt with the chosen answer, then with the rejected one.
 
 A pair is two documents of the store, one after the other. Each lies in L slots of its own, so a sample has 2 L: the
 chosen answer's tokens are segment 1 and the rejected one's segment 2. Pairs are not packed. `overlong` decides about

@@ -14,9 +14,10 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import StagedOrder, WeightedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
+from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, SampleOrigin, SampleRows
-from maxbatch.data.stream.sources import Identity, SourceRows, open_rows, order_identity, refuse_num_epochs
+from maxbatch.data.stream.sources import SourceRows, open_rows, order_identity, refuse_num_epochs
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
@@ -39,8 +40,8 @@ class Stream:
 
     A sample is a dict of arrays [L]: `tokens` int32, `segments` int32 (1, 2, ... per document of the row, 0 at
     padding), `weights` float32 (loss weight of token t as a target, predicted from the tokens before it in its segment:
-    0 at the first token of each segment and at padding, else 1). With `use_dpo` a sample has 2 L slots: the chosen
-    answer after its prompt, then the rejected one.
+    0 at the first token of each segment and at padding, else 1). A sample of several rows, such as a pair of answers,
+    has L slots for each of them.
     """
 
     samples: SampleRows

@@ -53,8 +53,8 @@ class RunModel:
 
     def first_ids(self) -> list[int]:
         """Returns the token that a text begins with, if one is put before it."""
-        has_template = self._config.use_sft or self._config.use_dpo
-        begins = self.tokenizer.begins_with_bos() if has_template else self._config.add_bos
+        has_answers = self._config.recipe.has_answers
+        begins = self.tokenizer.begins_with_bos() if has_answers else self._config.add_bos
         return [self.tokenizer.bos_id] if begins and self.tokenizer.bos_id is not None else []
 
     @cached_property

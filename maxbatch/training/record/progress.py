@@ -37,6 +37,7 @@ class RunProgress:
       num_stages: 1 without a ramp.
       log_period: updates from one line to the next.
       doing: returns the activity of the run, such as "compiling".
+      counted: what a batch counts, such as "pairs"; "": rows.
     """
 
     def __init__(
@@ -47,9 +48,11 @@ class RunProgress:
         num_stages: int,
         log_period: int,
         doing: Callable[[], str],
+        counted: str = "",
     ) -> None:
         self._console, self._total, self._doing = console, total_steps, doing
         self._num_stages, self._log_period = num_stages, log_period
+        self._counted = f" {counted}" if counted else ""
         self._bar: Bar | None = None
         self._first_step = self._step = first_step
         self._unprinted = ""
@@ -136,7 +139,7 @@ class RunProgress:
             None if reward is None else f"reward {reward:.3f}",
             None if margin is None else f"margin {margin:.3f}",
             None if accuracy is None else f"accuracy {accuracy:.0%}",
-            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}{' pairs' if Metric.MARGIN in record else ''}",
+            f"batch {record[Metric.GLOBAL_BATCH_SIZE]}{self._counted}",
             f"stage {record[Metric.STAGE]}/{self._num_stages - 1}" if self._num_stages > 1 else None,
             f"lr {record[Metric.LEARNING_RATE]:.2e}",
             f"{record[Metric.TOKENS_PER_SECOND]:,.0f} tokens/s",

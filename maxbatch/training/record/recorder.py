@@ -10,7 +10,8 @@ from typing import Any, NamedTuple, Protocol
 import jax
 
 from maxbatch.config.keys import Section
-from maxbatch.config.sections import OptimizerConfig, slots_per_sample
+from maxbatch.config.recipes import slots_per_sample
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
@@ -19,7 +20,7 @@ from maxbatch.system.errors import DivergedError
 from maxbatch.system.hashing import to_hex
 from maxbatch.training.compile.cache import CompileCounter
 from maxbatch.training.task import Dispatched
-from maxbatch.training.update import preferences
+from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.step import StepMetrics
 
 
@@ -84,7 +85,7 @@ class RecordConfig(Section):
 
     max_target_length: int
     log_period: int
-    use_dpo: bool
+    recipe: TrainedRecipe
     optimizer: OptimizerConfig
 
 
@@ -104,6 +105,7 @@ class Recorder:
         self._slots_per_sample = manager.rows_per_sample * slots_per_sample(config)
         self._measures_noise = config.optimizer.gradient_noise_scale
         self._log_period = config.log_period
+        self._means = config.recipe.means
         self._max_skips = config.optimizer.max_consecutive_skips
         self._meter, self._compiles, self._outputs = meter, compiles, outputs
         self._unrecorded: Dispatched | None = None
@@ -174,7 +176,7 @@ class Recorder:
             record[Metric.GRADIENT_NOISE_SCALE] = samples
             record[Metric.CRITICAL_BATCH_ESTIMATE] = None if samples is None else max(1, round(samples))
         for name, total in metrics.others.items():
-            if name in preferences.SUMS:
+            if name in self._means:
                 record[name] = float(total / metrics.weight) if metrics.weight > 0 else None
         if (routing := metrics.routing) is not None:
             record |= {

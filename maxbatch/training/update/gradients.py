@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.matrices import LAYERS
-from maxbatch.data.feed.placement import Batch
+from maxbatch.data.feed.placement import TokenRows
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums, carried
 from maxbatch.model.loss import loss_sums_of
@@ -49,27 +49,27 @@ class ObjectiveSums(NamedTuple):
     routing: RoutingSums | None  # of a model with experts
 
 
-def sum_of_weights(rows: Any) -> jax.Array:
-    """Returns the sum of the loss weights of rows, the third of their arrays."""
-    return jnp.sum(rows[2])
+def sum_of_weights(rows: TokenRows) -> jax.Array:
+    """Returns the sum of the loss weights of rows."""
+    return jnp.sum(rows.weights)
 
 
 class Objective(NamedTuple):
     """The loss that is minimised: `sums(decoder, rows, batch_shards) -> ObjectiveSums`.
 
-    Rows are a NamedTuple of [M, L] arrays, of which the first three are those of `Batch`.
+    Rows are a NamedTuple, and all its arrays are [M, L].
     """
 
     sums: Callable[[Decoder, Any, int], ObjectiveSums]
     others: tuple[str, ...] = ()  # names of the other sums
     weigh: Callable[[Any], jax.Array] = sum_of_weights  # the weight_sum of rows, for the terms of balance
     make_model: ModelMaker | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
+    num_referred: int = 0  # answers of a sample that it compares with the first parameters (`reference` of the rows)
 
 
-def _next_token(decoder: Decoder, rows: Batch, batch_shards: int) -> ObjectiveSums:
-    tokens_MxL, segments_MxL, weights_MxL = rows[:3]
-    x_MxLxD, routing = decoder.hidden(tokens_MxL, segments_MxL)
-    loss, weight = loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards)
+def _next_token(decoder: Decoder, rows: TokenRows, batch_shards: int) -> ObjectiveSums:
+    x_MxLxD, routing = decoder.hidden(rows.tokens, rows.segments)
+    loss, weight = loss_sums_of(decoder, x_MxLxD, rows.tokens, rows.weights, batch_shards=batch_shards)
     return ObjectiveSums(loss, weight, {}, routing)
 
 
@@ -157,8 +157,9 @@ class Accumulation:
             spmd_axis_name="data",
         )
 
-        def add_fingerprint(limbs_4: jax.Array, rows: tuple[jax.Array, ...]) -> jax.Array:
-            limbs: jax.Array = carry(jnp, limbs_4 + limb_sums(jnp, row_hashes(jnp, *rows)))
+        def add_fingerprint(limbs_4: jax.Array, rows: TokenRows) -> jax.Array:
+            hashes = row_hashes(jnp, rows.tokens, rows.segments, rows.weights)
+            limbs: jax.Array = carry(jnp, limbs_4 + limb_sums(jnp, hashes))
             return limbs
 
         self._add_fingerprints = jax.vmap(add_fingerprint, spmd_axis_name="data")
@@ -229,7 +230,7 @@ class Accumulation:
             sums.weights_d + weight_d,
             jax.tree.map(jnp.add, sums.others_d, others_d),
             noise_parts_d,
-            self._add_fingerprints(sums.fingerprints_dx4, tuple(shards)[:3]),
+            self._add_fingerprints(sums.fingerprints_dx4, shards),
             None if sums.routing_d is None or routing_d is None else sums.routing_d.plus(routing_d),
         )
 

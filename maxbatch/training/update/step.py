@@ -76,7 +76,7 @@ def make_train_step(
 
         def count(j: jax.Array, counted: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
             rows = arrange(jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, j, keepdims=False), batch))
-            tokens = jnp.sum(rows[1] != 0, dtype=jnp.int32)
+            tokens = jnp.sum(rows.segments != 0, dtype=jnp.int32)
             return counted[0] + objective.weigh(rows), counted[1] + tokens
 
         weight, tokens = jax.lax.fori_loop(0, num_micro_batches, count, (jnp.float32(0), jnp.int32(0)))

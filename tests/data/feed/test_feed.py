@@ -54,7 +54,7 @@ def test_a_feed_that_starts_later_goes_on_as_the_first_would_have(first_step: in
         late = list(whole)[first_step:]
         for one, other in zip(late, rest, strict=True):
             assert one[1:4] == other[1:4]
-            np.testing.assert_array_equal(one.batch.tokens_AxMxL, other.batch.tokens_AxMxL)
+            np.testing.assert_array_equal(one.batch.tokens, other.batch.tokens)
 
 
 def test_samples_lie_where_the_layout_draws_them() -> None:
@@ -65,7 +65,7 @@ def test_samples_lie_where_the_layout_draws_them() -> None:
     placement = Placement(batch_sharding(make_mesh(config, jax.devices()[:3])), LENGTH)
     with Feed(stream, plan.manager, lambda *_: BatchShape(9, 2), placement, 0) as feed:
         (staged,) = feed
-    for device, shard in enumerate(staged.batch.tokens_AxMxL.addressable_shards):
+    for device, shard in enumerate(staged.batch.tokens.addressable_shards):
         for j, layout in enumerate(plan.layout()):
             first, end = layout[device]
             np.testing.assert_array_equal(shard.data[j], stream.read(first, end)["tokens"])
@@ -89,4 +89,4 @@ def test_what_goes_wrong_in_the_feed_is_raised_where_it_is_read() -> None:
 def test_the_number_of_workers_does_not_change_the_stream() -> None:
     with make_feed() as threads, make_feed(0, "grain_worker_count=1") as workers:
         for one, other in zip(threads, workers, strict=True):
-            np.testing.assert_array_equal(one.batch.tokens_AxMxL, other.batch.tokens_AxMxL)
+            np.testing.assert_array_equal(one.batch.tokens, other.batch.tokens)

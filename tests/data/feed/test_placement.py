@@ -43,7 +43,7 @@ def test_staged_by_a_few_hosts_rows_are_arranged_in_the_program(micro_batch: int
     shape = BatchShape(micro_batch, 2)
     rows = some_rows(num_rows := 2 * micro_batch - 3)
     staged = placement.stage(rows, num_rows, shape)
-    for part in staged.tokens_AxMxL:
+    for part in staged.tokens:
         for device, shard in enumerate(part.addressable_shards):
             assert loads[device] or not shard.data.any(), "other hosts stage placeholders"
     arrange = jax.jit(placement.arrange(micro_batch))
@@ -59,12 +59,12 @@ def test_staged_by_a_few_hosts_rows_are_arranged_in_the_program(micro_batch: int
 def test_a_loading_host_stages_e_shares_and_any_other_placeholders_of_its_own(expansion: int) -> None:
     """24 rows on 8 devices are 3 rows each: a loading device stages e arrays of so many, any other one."""
     placement = placement_of(expansion, [is_loading(device, expansion) for device in range(8)])
-    tokens = placement.abstract_batch(shape := BatchShape(24, 2)).tokens_AxMxL
+    tokens = placement.abstract_batch(shape := BatchShape(24, 2)).tokens
     assert [part.sharding.shard_shape(part.shape) for part in tokens] == [(2, 3, LENGTH)] * expansion
-    staged = placement.stage(some_rows(48), 48, shape).tokens_AxMxL
+    staged = placement.stage(some_rows(48), 48, shape).tokens
     rows_of_device = np.array([[shard.data.any(axis=(0, 2)).sum() for shard in x.addressable_shards] for x in staged])
     assert rows_of_device.sum(axis=0).tolist() == [3 * expansion * loads for loads in placement._device_loads]
-    placeholders = placement.padding(shape).tokens_AxMxL
+    placeholders = placement.padding(shape).tokens
     assert all(part is placeholders[0] for part in placeholders), "one array stands for all"
 
 

@@ -22,6 +22,7 @@ from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.training.compile.memory import compile_for, known_parts
 from maxbatch.training.compile.target import device_facts, find_target
 from maxbatch.training.programs import Programs, ProgramsConfig, checked_mesh_shape
+from maxbatch.training.update.gradients import NEXT_TOKEN
 
 pytestmark = [
     pytest.mark.tpu,
@@ -136,6 +137,7 @@ def test_accumulation_needs_hardly_more_memory_than_a_single_micro_batch() -> No
         ProgramsConfig.of(config),
         target.devices,
         checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), target.devices),
+        NEXT_TOKEN,
     )
     needed = [
         verdict.needed_bytes or 0
@@ -155,6 +157,7 @@ def test_the_layers_backward_pass_keeps_no_whole_gradient_of_the_last_projection
             ProgramsConfig.of(config),
             target.devices,
             checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), target.devices),
+            NEXT_TOKEN,
         )
         return programs.step(BatchShape(8, 2)).compile().memory_analysis().temp_size_in_bytes
 

@@ -12,7 +12,8 @@ from maxbatch.config.sections import PreferenceConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.training.update.preferences import Answers, pair_losses, score_answers
+from maxbatch.training.update.answers import Answers, score_answers
+from maxbatch.training.update.preferences import pair_losses
 from tests.helpers.tiny import LENGTH, tiny_config
 
 M = 6
@@ -59,8 +60,8 @@ def test_losses_and_gradients_are_those_of_the_papers(algorithm: str) -> None:
         swapped = 0.2 if algorithm == "cdpo" else 0.0
         own, (losses, slopes) = config(dpo_beta=0.3, dpo_label_smoothing=swapped), dpo(LOGPROBS, 0.3, swapped)
 
-    def total(logprobs_Mx2: jax.Array) -> tuple[jax.Array, jax.Array]:
-        answers = Answers(logprobs_Mx2, np.asarray(TOKENS, np.float32))
+    def total(logprobs_MxK: jax.Array) -> tuple[jax.Array, jax.Array]:
+        answers = Answers(logprobs_MxK, np.asarray(TOKENS, np.float32))
         found_M, _ = pair_losses(answers, np.asarray(REFERENCE, np.float32), own)
         return jnp.sum(found_M), found_M
 
@@ -70,8 +71,8 @@ def test_losses_and_gradients_are_those_of_the_papers(algorithm: str) -> None:
 
 
 def test_a_certain_answer_and_padding_have_finite_odds() -> None:
-    def total(logprobs_Mx2: jax.Array) -> jax.Array:
-        answers = Answers(logprobs_Mx2, np.array([[3, 2], [0, 0]], np.float32))
+    def total(logprobs_MxK: jax.Array) -> jax.Array:
+        answers = Answers(logprobs_MxK, np.array([[3, 2], [0, 0]], np.float32))
         return jnp.sum(pair_losses(answers, None, config(dpo_algo="orpo"))[0] * answers.weights_M)
 
     loss, gradient = jax.device_get(jax.jit(jax.value_and_grad(total))(np.array([[0, -200], [0, 0]], np.float32)))
@@ -95,8 +96,8 @@ def test_an_answer_counts_its_own_tokens_after_the_prompt_and_no_others() -> Non
             x_1xTxD = decoder.hidden(tokens_1xT, jnp.ones_like(tokens_1xT)).x_MxLxD
             logprobs_TxV = jax.nn.log_softmax(decoder.logits(x_1xTxD)[0])
             alone.append(sum(logprobs_TxV[len(prompt) - 1 + i, token] for i, token in enumerate(answer)))
-        return score_answers(decoder, batch, 1)[0], alone
+        return score_answers(decoder, batch, 1, 2)[0], alone
 
     answers, alone = jax.device_get(jax.jit(both)(batch))
-    np.testing.assert_allclose(answers.logprobs_Mx2[0], alone, rtol=1e-5)
-    assert answers.tokens_Mx2.tolist() == [[2, 4], [0, 0]] and answers.weights_M.tolist() == [1, 0]
+    np.testing.assert_allclose(answers.logprobs_MxK[0], alone, rtol=1e-5)
+    assert answers.tokens_MxK.tolist() == [[2, 4], [0, 0]] and answers.weights_M.tolist() == [1, 0]

@@ -1,0 +1,54 @@
+"""What a kind of sample knows of token stores: the documents that its records become. Imports no NumPy by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar, Protocol
+
+from maxbatch.config.keys import Fixes
+from maxbatch.config.recipes import Recipe
+from maxbatch.config.sections import DataConfig, names_fixing
+
+if TYPE_CHECKING:
+    from maxbatch.data.store.conversations import Encoded
+    from maxbatch.data.store.token_store import Manifest
+    from maxbatch.data.store.tokenizers import Tokenizer
+
+
+class RecordEncoder(Protocol):
+    """The way from records to documents, each of whose tokens is trained on or not."""
+
+    @property
+    def identity(self) -> dict[str, object]:
+        """The values that fix the tokens of records, besides the tokenizer."""
+
+    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | None]:
+        """Returns the documents of records, which are JSON objects; None for a record that is left out.
+
+        Raises:
+          RecordError: a record that cannot be used.
+        """
+
+
+class StoreRecipe(Recipe):
+    """A kind of sample as the token stores know it; by default a document is the text of a record."""
+
+    documents_per_record: ClassVar[int] = 1
+
+    def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> RecordEncoder | None:
+        """Returns the way from records to documents; None: a document is a text."""
+        return None
+
+    def store_settings(self, config: DataConfig, tokenizer: Tokenizer) -> dict[str, object]:
+        """Returns the settings that fix the tokens of a store, for its signature."""
+        if encoder := self.encoder(config, tokenizer):
+            return {"conversations": encoder.identity}
+        return {key: config[key] for key in names_fixing(Fixes.TOKENS)}
+
+    def has_made(self, made: Mapping[str, object] | None) -> bool:
+        """Returns whether a store is of this kind, by the identity of its encoder; None: it holds texts."""
+        return made is not None and made.get("kind") == self.name
+
+    def prepared_settings(self, manifest: Manifest) -> dict[str, object]:
+        """Returns the settings that a store of this kind was made with, by the keys that must state them."""
+        return {"add_bos": bool(manifest["bos"]), "add_eos": bool(manifest["eos"])}

@@ -1,0 +1,58 @@
+"""The rows of documents: joined and cut, packed whole, or one document a row."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from maxbatch.data.store.document_table import RangedTable
+from maxbatch.data.store.heldout import Records
+from maxbatch.data.stream.packing import find_best_fit, open_best_fit
+from maxbatch.data.stream.recipe import Opened, Split, StreamRecipe
+from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Lay, RowPlan, StoredRows, WholeLayout
+from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.system.errors import ConfigError
+
+
+def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> Opened:
+    """Returns the rows of the documents of a split, in the way of a kind of sample.
+
+    Raises:
+      ConfigError: the documents have no tokens, or the kind refuses one that is too long.
+    """
+    plan, num_documents, num_overlong = _open_plan(config, split, recipe)
+    if not plan.num_rows:
+        raise ConfigError(
+            f"dataset_type={config.dataset_type}: the tokenizer gives no token for any of the {len(split.records)} "
+            "documents; works: add_eos=true"
+        )
+    return Opened(StoredRows(split.store, plan, num_documents, split.pad_id), num_overlong)
+
+
+def num_rows_if_cached(config: StreamConfig, split: Split, recipe: StreamRecipe) -> int | None:
+    """Returns the number of those rows, unless documents would have to be packed for it."""
+    if recipe.strategy(config) == "best_fit":
+        found = find_best_fit(config.data_cache_dir, config.max_target_length, split.key)
+        return None if found is None else found.num_rows
+    return _open_plan(config, split, recipe)[0].num_rows
+
+
+def _open_plan(config: StreamConfig, split: Split, recipe: StreamRecipe) -> tuple[RowPlan, int, int]:
+    """Returns the cut of a split into rows, its documents, and how many of them were longer than a row."""
+    records, strategy, length = split.records, recipe.strategy(config), config.max_target_length
+    if isinstance(records, Records) and strategy == "concatenate":
+        if records.are_all and config.packing:  # the tokens of a store in its order: nothing is computed
+            return ConcatenatePlan.of_store(split.store, length), len(records), 0
+        if recipe.reads_blocks and isinstance(split.store.table, RangedTable):
+            return _plan(config, partial(BlockLayout, split.store, records)), len(records), 0
+    extents, num_overlong = recipe.fitted(config, split)
+    plan: RowPlan
+    if strategy == "best_fit":
+        plan = open_best_fit(config.data_cache_dir, length, split.key, lambda: extents)
+    else:
+        plan = _plan(config, partial(WholeLayout, extents))
+    return plan, len(extents.start_S), num_overlong
+
+
+def _plan(config: StreamConfig, lay: Lay) -> ConcatenatePlan | DocumentPlan:
+    plan = ConcatenatePlan if config.packing else DocumentPlan
+    return plan(lay, config.max_target_length)

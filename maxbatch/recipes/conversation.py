@@ -1,0 +1,60 @@
+"""Conversations (`use_sft`): a sample is a row of whole conversations, of which the answers are trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from maxbatch.config.keys import Fixes
+from maxbatch.config.sections import DataConfig, names_fixing
+from maxbatch.data.stream.recipe import Fitted, Identity, Split
+from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.training.update.recipe import TrainedRecipe
+
+if TYPE_CHECKING:
+    from maxbatch.data.store.conversations import Conversations
+    from maxbatch.data.store.token_store import Manifest
+    from maxbatch.data.store.tokenizers import Tokenizer
+
+
+class Conversation(TrainedRecipe):
+    """Conversations, of which the answers are trained on."""
+
+    records = "conversations"
+    fields = "sft_format names their fields"
+    has_answers = True
+    holds_chats = True
+    reads_blocks = False  # the lengths of all decide which of them fit
+    answers_evals = True
+
+    def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> Conversations:
+        from maxbatch.data.store.conversations import Conversations
+
+        completion_only, skips = config.sft_train_on_completion_only, config.skip_bad_records
+        return Conversations(tokenizer, completion_only, skips, config.sft_format, config.text_field)
+
+    def has_made(self, made: Mapping[str, object] | None) -> bool:
+        return made is not None and not {"kind", "pairs"} & made.keys()  # the first kind, which its stores do not name
+
+    def prepared_settings(self, manifest: Manifest) -> dict[str, object]:
+        made = manifest["conversations"]
+        completion_only, form = bool(made["completion_only"]), made.get("format", "auto")
+        return {"sft_train_on_completion_only": completion_only, "sft_format": form}
+
+    def row_identity(self, config: StreamConfig) -> Identity:
+        identity = {key: config[key] for key in names_fixing(Fixes.ROWS | Fixes.CHAT)}
+        if identity["sft_format"] == "auto":  # what was found is in the content; streams from before the key lack it
+            del identity["sft_format"]
+        return identity | {"packing_strategy": self.strategy(config)}
+
+    def strategy(self, config: StreamConfig) -> str:
+        """Returns how documents are packed: conversations are never cut, so best fit is the only way."""
+        return "best_fit" if config.packing else str(config.packing_strategy)
+
+    def fitted(self, config: StreamConfig, split: Split) -> Fitted:
+        from maxbatch.data.stream.conversation_rows import fit_rows
+
+        return fit_rows(split.store, split.numbers_S, config.max_target_length, config.overlong)
+
+
+RECIPE = Conversation()

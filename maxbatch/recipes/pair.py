@@ -1,0 +1,126 @@
+"""Preference pairs (`use_dpo`): a sample is a prompt with the chosen answer, then with the rejected one.
+
+A record has `chosen` and `rejected`, two texts or two lists of messages, and `prompt`, of the same kind; without it the
+prompt is the beginning that both share. It becomes two documents, one after the other; only the answers are trained on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from maxbatch.config.sections import DataConfig, PreferenceConfig
+from maxbatch.config.values import Value, shown
+from maxbatch.data.store.chat_rendering import Conversation, ConversationError
+from maxbatch.data.store.conversations import Conversations, Texts, extras_of, messages_of
+from maxbatch.data.stream.recipe import Identity, Opened, Split
+from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.system.errors import ConfigError
+from maxbatch.training.update.recipe import TrainedRecipe
+
+if TYPE_CHECKING:
+    from maxbatch.data.store.token_store import Manifest
+    from maxbatch.data.store.tokenizers import Tokenizer
+    from maxbatch.data.stream.pair_rows import PairRows
+    from maxbatch.training.update.gradients import Objective
+
+_T = TypeVar("_T")
+_PAIR = ("prompt", "chosen", "rejected")  # without the first, the prompt is the beginning that the others share
+
+
+@dataclass(frozen=True)
+class PairRecords(Conversations):
+    """How records become pairs of documents."""
+
+    needs_trained: ClassVar[bool] = True
+
+    @property
+    def kind(self) -> dict[str, object]:
+        return {"pairs": True}
+
+    def documents(self, record: Mapping[str, object]) -> tuple[Conversation | Texts, Conversation | Texts]:
+        return _pair(record)
+
+
+def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
+    """Yields the items that both begin with."""
+    return (a for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
+
+
+def _pair(record: Mapping[str, object]) -> tuple[Conversation | Texts, Conversation | Texts]:
+    """Returns the prompt of a record with its chosen answer, and with its rejected one."""
+    prompt, chosen, rejected = (record.get(name) for name in _PAIR)
+    if chosen is None or rejected is None:
+        held = shown(", ".join(map(repr, list(record)[:8])) or "none")
+        raise ConversationError(f"use_dpo=true needs chosen and rejected; its fields: {held}")
+    if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
+        if prompt is None:
+            same = sum(1 for _ in _common(chosen, rejected))
+            prompt = chosen[: max((end for end in range(1, same + 1) if chosen[end - 1].isspace()), default=0)]
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        return Texts(prompt, chosen), Texts(prompt, rejected)
+    if isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None):
+        answers = [messages_of(chosen, "chosen"), messages_of(rejected, "rejected")]
+        if prompt is not None:
+            asked = messages_of(prompt, "prompt")
+        else:
+            asked = list(_common(*answers))
+            answers = [answer[len(asked) :] for answer in answers]
+            if not all(answers):
+                raise ConversationError("fields chosen and rejected: one of them is only the beginning of the other")
+        one, other = (Conversation([*asked, *answer], extras_of(record), len(asked)) for answer in answers)
+        return one, other
+    raise ConversationError("fields prompt, chosen and rejected must be all texts, or all lists of messages")
+
+
+class Pair(TrainedRecipe):
+    """Pairs of a chosen and a rejected answer."""
+
+    unit = "pair"
+    rows_per_sample = 2
+    records = "pairs of answers"
+    fields = "with prompt, chosen and rejected"
+    has_answers = True
+    documents_per_record = 2
+    store_records = "pairs"
+    counted = "pairs"
+    means = ("margin", "pair_accuracy")
+    takes_parts = False
+
+    def check(self, values: Mapping[str, Value], fault: Callable[..., ConfigError]) -> None:
+        if values["dpo_algo"] == "orpo" and values["dpo_label_smoothing"]:
+            raise fault("dpo_label_smoothing", "0 beside dpo_algo=orpo, whose loss has none", "0")
+
+    def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> PairRecords:
+        return PairRecords(tokenizer, completion_only=True, skip_bad_records=config.skip_bad_records)
+
+    def has_made(self, made: Mapping[str, object] | None) -> bool:
+        return made is not None and bool(made.get("pairs"))  # its stores are older than the names of kinds
+
+    def prepared_settings(self, manifest: Manifest) -> dict[str, object]:
+        return {}
+
+    def row_identity(self, config: StreamConfig) -> Identity:
+        return {key: config[key] for key in ("use_dpo", "max_target_length", "overlong", "skip_bad_records")}
+
+    def rows(self, config: StreamConfig, split: Split) -> Opened:
+        rows = self._pairs(config, split)
+        return Opened(rows, rows.num_overlong)
+
+    def num_rows_if_cached(self, config: StreamConfig, split: Split) -> int:
+        return self._pairs(config, split).num_rows
+
+    def _pairs(self, config: StreamConfig, split: Split) -> PairRows:
+        from maxbatch.data.stream.pair_rows import PairRows
+
+        return PairRows(split.store, split.numbers_S, config.max_target_length, config.overlong, split.pad_id)
+
+    def objective(self, config: Mapping[str, Any]) -> Objective:
+        from maxbatch.training.update.preferences import preference_objective
+
+        return preference_objective(PreferenceConfig.of(config))
+
+
+RECIPE = Pair()

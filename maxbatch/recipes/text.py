@@ -1,0 +1,12 @@
+"""Text: a sample is a row of tokens, of which each is predicted from those before it."""
+
+from __future__ import annotations
+
+from maxbatch.training.update.recipe import TrainedRecipe
+
+
+class Text(TrainedRecipe):
+    """Text: all of it the defaults."""
+
+
+RECIPE = Text()
