@@ -68,7 +68,8 @@ def test_contributing_shows_the_rooms_that_import_linter_enforces() -> None:
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     layers = next(contract["layers"] for contract in contracts if contract["id"] == "rooms")
     enforced = [room.removeprefix("maxbatch.") for layer in reversed(layers) for room in layer.split(" : ")]
-    rows = re.findall(r"^\| `(\w+(?:\.(?!py)\w+)?)/?` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
+    _, house = (ROOT / "CONTRIBUTING.md").read_text().split("## The house")  # groups of tests have a table above it
+    rows = re.findall(r"^\| `(\w+(?:\.(?!py)\w+)?)/?` \|", house, re.M)
     assert rows == enforced
 
 
