@@ -16,7 +16,7 @@ from tests.helpers.tiny import tiny_config
 @pytest.mark.slow
 def test_branches_of_a_run_in_a_bucket_fork_from_copies_there(store: Store) -> None:
     run_dir = store.bucket() + "/run"
-    keys = ("global_batch_size=8", "per_device_batch_size=16", "steps=12", "checkpoint_period=4")
+    keys = ("global_batch_size=8", "per_device_batch_size=16", "steps=16", "checkpoint_period=4")
     length = ("max_num_checkpoints_to_keep=null", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
     train(tiny_config(*keys, *length, f"run_dir={run_dir}"))
     flags = ["--checkpoints", "4", "--factors", "1,2", "--samples", "64", "--tolerance", "9", "--simulate-devices", "1"]
