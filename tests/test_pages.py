@@ -34,7 +34,7 @@ TINY = {
     "BASE_EMB_DIM": "32", "BASE_NUM_QUERY_HEADS": "2", "BASE_NUM_KV_HEADS": "2", "HEAD_DIM": "16", "BASE_MLP_DIM": "32",
     "BASE_NUM_DECODER_LAYERS": "1",
 }  # fmt: skip
-MEASURED = {"STEPS": "48", "CHECKPOINT_PERIOD": "16"}  # a run from whose step 16 `critical-batch` trains 256 samples
+MEASURED = {"STEPS": "64", "CHECKPOINT_PERIOD": "16"}  # twice the 256 samples of a branch, and a step to fork from
 LENGTHS = ("steps", "train_samples", "train_tokens", "num_epochs")
 SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps")
 MORE = {
