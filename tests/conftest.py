@@ -52,7 +52,7 @@ gc.set_threshold(50_000, 20, 100)  # as the command line does, and for its reaso
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks what needs stores or is slow; files with many slow tests run first, so that the workers finish together."""
+    """Marks what needs stores or is slow; files with many long tests run first, so that the workers finish together."""
     for item in items:
         if {"gs", "s3", "store"} & set(item.fixturenames):
             item.add_marker(pytest.mark.stores)
@@ -60,9 +60,9 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
             item.add_marker(pytest.mark.slow)
         if any(item.get_closest_marker(group) for group in ("gpu", "pages", "tpu")):
             item.fixturenames.append("standard_promotion")  # presets and what is imported compute in bfloat16
-    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    long = Counter(item.path for item in items if any(map(item.get_closest_marker, ("runs", "slow"))))
     # Of the others, the files at the end of the tree compile most.
-    items.sort(key=lambda item: (slow[item.path], item.path), reverse=True)
+    items.sort(key=lambda item: (long[item.path], item.path), reverse=True)
 
 
 @pytest.fixture(autouse=True)

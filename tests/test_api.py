@@ -120,6 +120,7 @@ def _events_of(call: Callable[[], object]) -> set[str]:
     return events
 
 
+@pytest.mark.runs
 def test_a_loaded_model_writes_and_scores_as_the_commands_do(
     trained: maxbatch.Outcome, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -78,7 +78,7 @@ def test_unknown_benchmark_is_refused_by_name():
     assert "spead" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_without_a_gpu_nothing_is_measured(capsys):
     assert gpu.measure(quick=True) == [] and "no GPU here" in capsys.readouterr().out
 

@@ -221,7 +221,6 @@ def catches_sigterm(pid: int) -> bool:
     return caught is not None and bool(int(caught[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("delay", [0.0, 0.1, 0.3, 0.7, 1.2, 2.0])
 def test_sigterm_while_a_command_starts_is_answered_by_an_exit_code(delay: float) -> None:
     process = start("train", *TINY_RUN, "run_dir=run", "steps=100000", "--simulate-devices", "2")
@@ -233,7 +232,6 @@ def test_sigterm_while_a_command_starts_is_answered_by_an_exit_code(delay: float
     assert "Traceback" not in output
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "command",
     [

@@ -57,6 +57,7 @@ def test_a_loop_of_ones_own_learns() -> None:
     assert len(losses) == 20 and losses[-1] < losses[0]
 
 
+@pytest.mark.runs
 def test_a_loss_of_ones_own_learns_and_resumes() -> None:
     module = example("own_loss")
     assert module.main("run").position.step == 20
@@ -65,6 +66,7 @@ def test_a_loss_of_ones_own_learns_and_resumes() -> None:
     assert module.main("run").position.step == 20
 
 
+@pytest.mark.runs
 def test_a_logger_of_ones_own_has_every_record() -> None:
     example("own_logger").main("run")
     with Path("run.csv").open() as file:
@@ -112,6 +114,7 @@ def test_the_page_shows_the_commands_of_the_batch_schedules() -> None:
     assert all(command in page for command in example("batch_schedules").main())
 
 
+@pytest.mark.runs
 def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:
     found = example("balance_gradient").main()
     page = (EXAMPLES.parent / "docs" / "experts.md").read_text()
@@ -132,7 +135,7 @@ def test_a_balance_gradient_depends_on_the_cut_as_the_pages_tell() -> None:
     assert all(any(formula in name for name in found) for formula in formulas.values())
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 @pytest.mark.parametrize("name", ["audit_optax", "audit_multisteps"])
 def test_an_audit_of_an_adapter_finds_what_it_has(name: str) -> None:
     check_audit(name)

@@ -132,7 +132,7 @@ def address(site: Path) -> Iterator[str]:
     server.server_close()
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_the_site_builds_and_documents_what_the_package_exports(site: Path) -> None:
     python = (site / "reference" / "python" / "index.html").read_text(encoding="utf-8")
     for name in set(maxbatch.__all__) - {"__version__"}:
@@ -142,7 +142,7 @@ def test_the_site_builds_and_documents_what_the_package_exports(site: Path) -> N
     assert (site / "launch" / "jobset.yml").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_no_page_overflows_and_none_writes_to_the_console(site: Path, address: str) -> None:
     pages = sorted(path.parent.relative_to(site).as_posix() for path in site.rglob("index.html"))
     asked = [(f"{address}/{page}/".replace("/./", "/"), width) for page in pages for width in (1280, 400)]
@@ -153,7 +153,7 @@ def test_no_page_overflows_and_none_writes_to_the_console(site: Path, address: s
     assert console == []
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_tables_fit_the_page_and_are_stacked_on_a_phone(site: Path, address: str) -> None:
     (site / "frame.html").write_text('<html><body data-drawn="true"></body></html>')
     asked = [(f"{address}/{page}/", width) for page in ("batch-size", "reference/keys") for width in (1280, 400)]

@@ -76,6 +76,7 @@ def test_a_fault_breaks_no_promise_that_it_does_not_touch() -> None:
         assert names <= {each.promise for each in found.verdicts if each.status == "holds"}, fault
 
 
+@pytest.mark.runs
 def test_fifty_audits_of_sound_trainers_raise_no_alarm() -> None:
     """One parameter's gradient is zero in exact arithmetic: Adam turns its rounding noise into whole steps."""
     for seed in range(25):
@@ -210,6 +211,7 @@ def test_a_make_that_cannot_be_used_is_one_line_and_exit_code_2(
     assert out == "" and said in err and err.count("\n") == 1
 
 
+@pytest.mark.runs
 def test_the_command_prints_a_table_and_its_exit_code_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     Path("trainer.py").write_text(
         "from tests.auditing.numpy_trainer import maker\n"

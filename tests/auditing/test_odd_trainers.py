@@ -234,6 +234,7 @@ def _in_place(trainer: Trainer, state: Any, batch: Any) -> Any:
     return state | {name: new[name] for name in ("m", "v", "updates")}, metrics
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("odd", [*STEPS, *PARAMS])
 def test_a_sound_trainer_with_odd_habits_breaks_no_promise_and_a_wrong_one_does(odd: str) -> None:
     class Odd(Trainer):

@@ -19,7 +19,7 @@ from tests.helpers.chats import chat_config, talk
 from tests.helpers.terminals import Terminal, plain
 from tests.helpers.tiny import read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.runs
 
 WORDS = ("apple", "river", "stone", "glass", "garden", "music", "cat", "cloud", "bread", "train", "paper", "moon")
 RECORDS = [talk(f"{a} and {b}?", f"<{b}|{a}>") for a in WORDS for b in WORDS if a != b]

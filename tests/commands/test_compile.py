@@ -53,6 +53,7 @@ def backend_compiles() -> Iterator[collections.Counter[str]]:
     jax.monitoring.unregister_event_duration_listener(on_event)
 
 
+@pytest.mark.runs
 def test_a_ramp_that_was_compiled_ahead_compiles_nothing(
     compiled: Path, backend_compiles: collections.Counter[str]
 ) -> None:
@@ -68,6 +69,7 @@ def test_a_ramp_that_was_compiled_ahead_compiles_nothing(
     assert [line["loss"] for line in ahead] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
 
 
+@pytest.mark.runs
 def test_a_resume_inside_the_ramp_compiles_nothing_either(
     compiled: Path, backend_compiles: collections.Counter[str]
 ) -> None:
@@ -95,6 +97,7 @@ def test_another_config_is_refused_with_the_difference(compiled: Path, changed: 
         train(tiny_config(*RAMP, changed, f"compiled_dir={compiled}"))
 
 
+@pytest.mark.runs
 def test_what_no_program_depends_on_may_change(compiled: Path) -> None:
     keys = ("learning_rate=1e-4", "data_shuffle_seed=3", "log_period=5", "run_dir=other")
     train(tiny_config(*RAMP, *keys, f"compiled_dir={compiled}"))
@@ -197,6 +200,7 @@ def test_what_does_not_fit_exits_with_1_and_the_bytes(
     assert not Path("out").exists()
 
 
+@pytest.mark.runs
 def test_json_has_the_largest_step_and_every_program(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *TINY_RUN, "--output", "out", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
@@ -205,6 +209,7 @@ def test_json_has_the_largest_step_and_every_program(compiled: Path, capsys: pyt
         assert isinstance(record[key], int)
 
 
+@pytest.mark.runs
 def test_a_cpu_has_no_clock_and_its_hlo_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compile", *TINY_RUN, "--output", "out", "--hlo", "texts", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)

@@ -57,6 +57,7 @@ def test_temperature_zero_and_top_one_take_the_likeliest_token_whatever_the_seed
     assert {text(top_k=1, seed=seed) for seed in range(3)} == greedy
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("prompt", ["abc", string.ascii_letters[: LENGTH - 2]])
 def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(prompt: str) -> None:
     decoder = Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0))

@@ -131,7 +131,7 @@ def test_what_plan_accepts_train_accepts(part: int, capsys: pytest.CaptureFixtur
         capsys.readouterr()
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 @pytest.mark.parametrize("part", range(10))
 def test_what_plan_accepts_of_5000_configs_train_accepts(part: int, capsys: pytest.CaptureFixture[str]) -> None:
     for seed in range(1000 + part * 500, 1500 + part * 500):

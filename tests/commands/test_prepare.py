@@ -70,7 +70,6 @@ def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> 
     assert isinstance(store.tokens, MappedTokens) and store.folder == Path("out").absolute(), "nothing is copied"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", ["byte", "huggingface"])
 def test_the_number_of_workers_leaves_no_trace(
     data: str, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch
@@ -89,7 +88,6 @@ def test_the_number_of_workers_leaves_no_trace(
         assert filecmp.cmpfiles("out1", other, names, shallow=False)[0] == names
 
 
-@pytest.mark.slow
 def test_the_first_bad_record_is_the_one_that_is_named_however_many_work(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -106,7 +104,6 @@ def test_the_first_bad_record_is_the_one_that_is_named_however_many_work(
     assert prepared("out", "skip_bad_records=true").manifest["skipped_records"] == 2
 
 
-@pytest.mark.slow
 def test_a_worker_that_is_killed_ends_the_work_with_a_message(data: str, monkeypatch: pytest.MonkeyPatch) -> None:
     submit = WorkerPool.submit
 
@@ -126,7 +123,6 @@ def test_a_worker_that_is_killed_ends_the_work_with_a_message(data: str, monkeyp
     assert not Path("out").exists()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("busy", [False, True])
 def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, busy: bool) -> None:
     os.mkfifo(tmp_path / "endless")
@@ -335,7 +331,7 @@ def test_the_next_command_is_what_was_typed_with_the_folder_instead(data: str, t
     assert open_store(DataConfig.of(config), tokenizer, "eval_dataset_path").manifest["text_bytes"] == len("held out")
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_prepare_is_a_command(data: str) -> None:
     done = maxbatch("prepare", "dataset_type=jsonl", data, "--output", "out")
     assert done.returncode == 0 and "next: maxbatch train " in done.stdout and not done.stderr

@@ -70,6 +70,7 @@ def expected(run_dir: Path, tokens: list[int]) -> np.ndarray:
     return softmax_of(run_dir, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
 
 
+@pytest.mark.runs
 def test_tokens_have_the_log_probabilities_of_the_model_as_given(run_dir: Path, capsys) -> None:
     rows = [[5, 9, 300, 7], [1, 2], list(range(16)), [4], []]
     found = scored(capsys, run_dir, [{"tokens": row} for row in rows])

@@ -77,7 +77,7 @@ def test_no_variable_of_the_environment_reaches_a_trial(monkeypatch: pytest.Monk
     assert (config.run_dir, config.steps, config.train_tokens, config.global_batch_size) == ("run", 4, None, None)
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_train_try_reports_all_faults_of_data_and_tokenizer_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ def ended(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple
     return code, errors[0]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("output", ["", "out"])  # the disk itself, or a new folder on it
 def test_an_export_to_a_full_disk_leaves_nothing_and_the_same_command_works_once_there_is_room(
     run: Path, output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -141,6 +142,7 @@ def test_a_report_and_a_choice_of_fit_on_a_full_disk_leave_what_was_there(
         assert config.read_text() == "steps: 7\n" and sorted(p.name for p in disk.iterdir()) == ["my.yml", "rest"]
 
 
+@pytest.mark.runs
 def test_programs_that_find_no_room_leave_the_folder_as_it_was(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,7 @@ def files_with(words: set[str]) -> set[str]:
     return {file for file, text in texts if isinstance(text, str) and text.removesuffix(".weight") in words}
 
 
+@pytest.mark.runs
 def test_a_familys_names_stand_in_its_record_alone() -> None:
     names = {name for one in FAMILIES.values() for name in (one.decoder_block, one.model_type, one.architecture)}
     assert files_with(names) == {RECORDS}
@@ -39,6 +40,7 @@ def test_a_familys_names_stand_in_its_record_alone() -> None:
     assert files_with(modules) == {RECORDS}
 
 
+@pytest.mark.runs
 def test_a_parameters_axes_and_its_name_for_rematerialisation_stand_in_the_table_alone() -> None:
     kept = {row.kept for table in TABLES.values() for row in table if row.kept}
     assert files_with(kept) == {TABLE} and kept < REMAT_TENSORS.keys()

@@ -45,6 +45,7 @@ def drawn(draw: st.DrawFn) -> tuple[str, Value, int, set[int]]:
     return key.name, value, num_hosts, others
 
 
+@pytest.mark.runs
 @settings(max_examples=3000, deadline=None)
 @given(drawn())
 def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harmless(

@@ -40,6 +40,7 @@ def gradients(*keys: str) -> dict[str, float]:
     return {jax.tree_util.keystr(path): float(jnp.max(jnp.abs(gradient))) for path, gradient in found}
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("keys", "blind"),
     [

@@ -153,6 +153,7 @@ def test_bfloat16_compute_stays_close_to_float32() -> None:
         assert jnp.linalg.norm(a - b) < 0.03 * jnp.linalg.norm(b)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("tied", ["true", "false"])
 @pytest.mark.parametrize("overrides", [(), TINY_MODEL])
 def test_the_loss_starts_near_that_of_a_uniform_guess(tied: str, overrides: tuple[str, ...]) -> None:

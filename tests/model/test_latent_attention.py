@@ -27,6 +27,7 @@ def decoder_of(*overrides: str) -> Decoder:
     return Decoder(DecoderConfig.of(config_of(*keys)), rngs=nnx.Rngs(params=0))
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
 def test_the_cache_of_latents_gives_what_the_whole_row_gives(scan: str) -> None:
     decoder = decoder_of(scan, "remat_policy=none")
@@ -52,6 +53,7 @@ def test_the_cache_of_latents_gives_what_the_whole_row_gives(scan: str) -> None:
     np.testing.assert_allclose(cached, whole, atol=2e-5)
 
 
+@pytest.mark.runs
 def test_a_loop_has_the_gradients_of_its_layers_one_by_one() -> None:
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 260, (ROWS, LENGTH)), jnp.int32)
 

@@ -60,6 +60,7 @@ CUTS = [
 ]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("options", CUTS, ids=str)
 def test_value_and_gradients_equal_the_plain_loss(options: dict[str, int]) -> None:
     arrays = inputs()

@@ -31,6 +31,7 @@ def chosen_on(platform: str, config: ConfigDict) -> str:
     return choose_implementation(DecoderConfig.of(config), platform, make_mesh(config).shape["context"])
 
 
+@pytest.mark.runs
 @pytest.mark.usefixtures("standard_promotion")
 @pytest.mark.parametrize(
     ("axes", "kv_heads"),

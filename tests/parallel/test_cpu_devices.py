@@ -79,6 +79,7 @@ jax.{waits}()
 """
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("backend", "devices", "hosts", "waits", "code"),
     [

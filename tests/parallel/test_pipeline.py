@@ -59,6 +59,7 @@ def without_a_pipeline() -> Any:
     return run_steps(BATCHES, MICRO_BATCH, 3, 1, (*LAYERS, BIASES))
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
@@ -99,6 +100,7 @@ def evaluate(overrides: tuple[str, ...], num_devices: int, batch_size: int) -> E
     return evaluator(init_state(UpdateConfig.of(config), abstract).params)
 
 
+@pytest.mark.runs
 def test_the_held_out_loss_has_its_own_batch_in_the_pipeline() -> None:
     """25 rows in batches of 16: the last one is padded."""
     got = evaluate(pipelined(2, 4, 2, "ici_data_parallelism=2", "ici_fsdp_parallelism=2"), 8, 16)
@@ -187,6 +189,7 @@ def test_with_repeats_a_stage_holds_every_sth_group_and_gives_it_back(stages: in
     np.testing.assert_array_equal(jax.jit(pipeline.layer_order)(by_stage), layers)
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_stages(tmp_path: Any) -> None:
     """Checkpoints know layers, not stages: 2 stages with 2 repeats, then 4 stages, then none."""

@@ -36,6 +36,7 @@ def kept_values(policy: str, *overrides: str) -> int:
     return sum(map(math.prod, of_tokens)) - x_MxLxD.size - segments_MxL.size
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("norms", ["use_qk_norm=false", "use_qk_norm=true"])
 def test_minimal_keeps_every_product_once(norms: str) -> None:
     config = tiny_config(norms)

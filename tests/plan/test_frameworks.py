@@ -134,6 +134,7 @@ def test_maxtext_computes_the_same_numbers_by_truncation(planned: tuple[BatchPla
         assert there == here
 
 
+@pytest.mark.runs
 @given(plans())
 def test_maxbatchs_own_words_state_the_same_run_on_these_and_on_other_devices(planned: tuple[BatchPlan, int]) -> None:
     plan, devices = planned

@@ -120,6 +120,7 @@ def follow(stated: Stated, machine: dict[str, int], **keywords: Any) -> list[str
     pytest.fail("\n".join(messages))
 
 
+@pytest.mark.runs
 @settings(max_examples=500)
 @given(
     statements(), st.sampled_from([1, 2, 3, 4, 6, 8, 12, 10240]), st.sampled_from([1, 2, 3, 4, 2560]),

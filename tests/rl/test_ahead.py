@@ -11,6 +11,8 @@ from maxbatch.runs.position import read_record
 from tests.helpers.policies import GROUP, train
 from tests.helpers.tiny import assert_same_run
 
+pytestmark = pytest.mark.runs
+
 SAME = ("step", "samples_seen", "global_batch_size", "data_fingerprint")
 CLOSE = ("loss", "grad_norm", "reward", "entropy", "response_length", "old_policy_kl")
 AHEAD = ("off_policy_steps=1", "steps=4", "learning_rate_schedule=constant", "warmup_steps_fraction=0")

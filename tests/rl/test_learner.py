@@ -23,6 +23,7 @@ from tests.helpers.policies import KEYS, RL
 REFUSED = {"xla_tpu_of_no_compiler": "true"}  # by the compiler of this machine, as an older one refuses a newer flag
 
 
+@pytest.mark.runs
 def test_rl_goes_on_without_a_flag_that_the_compiler_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,6 +10,8 @@ import pytest
 from tests.helpers.policies import GROUP, policy_config, train
 from tests.helpers.tiny import assert_same_run
 
+pytestmark = pytest.mark.runs
+
 SAME = ("step", "samples_seen", "global_batch_size", "data_fingerprint")
 CLOSE = ("loss", "grad_norm", "reward", "entropy", "response_length")
 

@@ -140,6 +140,7 @@ def test_functions_of_one_name_are_called_by_their_whole_term() -> None:
     ]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("workers", [1, 3])
 def test_what_goes_wrong_fails_one_response_and_no_other(functions: Path, tmp_path: Path, workers: int) -> None:
     failing = ["raises", "leaves", "dies", "crashes", "nan", "huge", "text", "none"]

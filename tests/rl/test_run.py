@@ -20,6 +20,8 @@ from tests.helpers.processes import wait_for
 from tests.helpers.slices import TWO_SLICES, pretend_slices
 from tests.helpers.tiny import UNSAVED, assert_same_run, read_metrics
 
+pytestmark = pytest.mark.runs
+
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
@@ -32,7 +34,6 @@ def assert_same_updates(records: list[dict[str, Any]], expected: list[dict[str, 
     assert_same_run(records, expected, ("step", "samples_seen", "data_fingerprint"), close)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "micro_batch_size", "sampling"),
     [
@@ -49,7 +50,6 @@ def test_chunks_and_devices_give_the_same_responses_and_losses(
     assert_same_updates(records, reference)
 
 
-@pytest.mark.slow
 def test_chunks_and_devices_send_the_same_tokens_to_experts(tmp_path: Path) -> None:
     """Prompts and responses count, the rows that fill the last chunk do not; the bias takes one step an update."""
     keys = (
@@ -64,7 +64,6 @@ def test_chunks_and_devices_send_the_same_tokens_to_experts(tmp_path: Path) -> N
     assert {name: cut[0][name] for name in same} == {name: whole[0][name] for name in same}
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("standard_promotion")
 def test_float32_samples_the_same_responses_on_any_devices_where_training_rounds_to_bfloat16(tmp_path: Path) -> None:
     """Parameters that stay as they are, so that all that may differ is how the programs round."""
@@ -129,7 +128,6 @@ def test_a_batch_serves_its_iterations_and_a_resume_between_batches_changes_noth
     assert_same_updates(parts, whole)
 
 
-@pytest.mark.slow
 def test_asked_to_stop_it_saves_and_exits_with_75_and_killed_with_9_it_goes_on_as_if_neither_had_been(
     reference: list[dict[str, Any]], tmp_path: Path
 ) -> None:

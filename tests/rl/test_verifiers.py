@@ -50,6 +50,7 @@ RIGHT = "Here it is:\n```python\nimport math\ndef double(x):\n    return math.pr
 TESTS = {"tests": ["assert double(2) == 4", "assert double(0) == 0"]}
 
 
+@pytest.mark.runs
 def test_a_program_passes_all_of_its_tests_or_has_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
     assert passes_tests("", RIGHT, TESTS) == 1.0
     assert passes_tests("", "def double(x):\n    return x + 2", {"tests": TESTS["tests"][0]}) == 1.0

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import pytest
 
 from maxbatch import load_config
 from maxbatch.runs.metrics_schema import Metric, find_metric
@@ -46,6 +47,7 @@ def test_every_record_of_training_matches_the_schema(tmp_path: Path) -> None:
     assert some <= last.keys()
 
 
+@pytest.mark.runs
 def test_every_record_of_reinforcement_learning_matches_the_schema(tmp_path: Path) -> None:
     rewards = policies.reward_file(tmp_path)
     keys = (f"{rewards};{rewards.removeprefix('reward=').removesuffix('digits')}is_long", "grpo_beta=0.1", "steps=1",

@@ -46,6 +46,7 @@ def exact_noise_scale() -> float:
     return float(((flat - mean) ** 2).sum(axis=1).mean() / (mean**2).sum())
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("overrides", "num_devices", "shape"),
     [

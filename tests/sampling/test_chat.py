@@ -70,6 +70,7 @@ def test_the_oldest_turns_make_room_and_the_message_of_the_system_stays(tokenize
     assert list(talked.say("again")) == [] and talked.forgotten < 8  # what was refused has pushed nothing out
 
 
+@pytest.mark.runs
 def test_the_pieces_of_a_response_are_the_response() -> None:
     params = nnx.state(Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0)), nnx.Param)
     sampler = Sampler(DecoderConfig.of(CONFIG), ByteTokenizer(), None, prompt_length=4, rescores=False)

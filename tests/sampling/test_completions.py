@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import numpy as np
+import pytest
 
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder_config import DecoderConfig
@@ -17,6 +18,7 @@ RULES = SamplingRules(temperature=1.0, seed=3, max_new_tokens=20)
 TOKENIZER = ByteTokenizer()
 
 
+@pytest.mark.runs
 def test_rows_in_one_pass_and_devices_change_no_completion_and_a_stop_cuts_it() -> None:
     config, params = model()
     rng = np.random.default_rng(0)

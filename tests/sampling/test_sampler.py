@@ -79,6 +79,7 @@ def training_logprobs(config: ConfigDict, params: nnx.State, responses: Response
     return np.pad(forward(params, responses.tokens_BxL, segments), ((0, 0), (1, 0)))
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -96,6 +97,7 @@ def test_log_probabilities_are_those_of_the_forward_pass_of_training(overrides: 
     assert not responses.logprobs_BxL[~counts].any()
 
 
+@pytest.mark.runs
 @pytest.mark.usefixtures("standard_promotion")
 def test_in_bfloat16_log_probabilities_are_those_of_a_training_pass_within_2e_3() -> None:
     config, params = model("dtype=bfloat16")
@@ -127,6 +129,7 @@ def on_one_device() -> Responses:
     return respond(config, params, tokenizer=Endless())
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("mesh_name", MESHES)
 def test_responses_are_the_same_on_any_mesh(mesh_name: str) -> None:
     num_devices, overrides = MESHES[mesh_name]

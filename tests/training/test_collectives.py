@@ -30,7 +30,7 @@ def sent(steps: int, micro_batch: int, *overrides: str) -> tuple[list[Collective
     return collectives(text, dict(mesh.shape), trips=steps), abstract
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_eight_micro_batches_send_as_many_bytes_over_the_data_axis_as_one() -> None:
     """What DDP's `no_sync` is for: at most 1.05 times the bytes of a single pass, here less than 1.01."""
     data_axis = ("ici_data_parallelism=8", "ici_fsdp_parallelism=1")
@@ -41,7 +41,7 @@ def test_eight_micro_batches_send_as_many_bytes_over_the_data_axis_as_one() -> N
     assert bytes_of(abstract.params) <= bytes_over(one, "data") <= bytes_of(abstract.params) + 1024
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_with_fsdp_inside_the_data_axis_is_still_crossed_once() -> None:
     """Of the micro-batches only fsdp knows: it gathers weights and scatters gradients in each, to hold neither."""
     meshes = ("ici_data_parallelism=2", "ici_fsdp_parallelism=4")
@@ -51,7 +51,6 @@ def test_with_fsdp_inside_the_data_axis_is_still_crossed_once() -> None:
     assert not [c for c in eight if "data" in c.axes and c.times > 1]
 
 
-@pytest.mark.slow
 def test_a_pipeline_sends_parts_to_neighbours_and_gradients_over_the_data_axis_once() -> None:
     """Three permutes of a part a tick, forward and backward; nothing else over the stages within the ticks."""
     steps, ticks, parts = 3, 3, 2

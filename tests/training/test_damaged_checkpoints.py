@@ -115,6 +115,7 @@ def damage(checkpoint: Path, rng: random.Random) -> None:
             file.mkdir()
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("seed", range(3))
 def test_no_damage_to_any_file_gives_a_wrong_answer(
     trained: Trained, tmp_path: Path, capfd: pytest.CaptureFixture[str], seed: int
@@ -139,6 +140,7 @@ def test_no_damage_to_any_file_gives_a_wrong_answer(
     assert "Traceback" not in capfd.readouterr().err
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     "change", [flip_a_parameter, lose_the_parameters, lambda folder: put_in_the_parameters_of(4, folder)]
 )

@@ -38,6 +38,7 @@ def plain_loss() -> float:
     return float((losses * weights).sum() / weights.sum())
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(("num_devices", "batch_size"), [(1, 25), (1, 4), (4, 8), (8, 24)])
 def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(num_devices: int, batch_size: int) -> None:
     mesh = make_mesh(CONFIG, jax.devices()[:num_devices])

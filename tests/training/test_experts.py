@@ -14,7 +14,7 @@ from maxbatch.model.experts import experts
 from maxbatch.training.pretraining import train
 from tests.helpers.tiny import SAME, UNSAVED, assert_same_run, read_metrics, tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.runs
 
 EXPERTS = (
     "decoder_block=mixtral",

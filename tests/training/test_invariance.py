@@ -13,7 +13,7 @@ from maxbatch import BatchPlan
 from maxbatch.training.pretraining import train
 from tests.helpers.tiny import SAME, UNSAVED, assert_same_run, read_metrics, tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.runs
 
 RUN = ("learning_rate_schedule=constant", "warmup_steps_fraction=0", "checkpoint_period=1000", "packing=false")
 BATCHES = {

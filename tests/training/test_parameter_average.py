@@ -17,7 +17,7 @@ from maxbatch.training.weights.parameters import open_source, restored
 from tests.helpers.corpus import write_jsonl
 from tests.helpers.tiny import LENGTH, read_metrics, tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.runs
 
 HALF_LIFE = 700
 BATCHES = (8, 8, 16, 16)

@@ -44,7 +44,7 @@ def test_every_row_of_the_table_has_its_tests() -> None:
         assert re.search(rf"^def {name}\(", (ROOT / "tests" / file).read_text(), re.M), f"{file} has no {name}"
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 @pytest.mark.usefixtures("standard_promotion")
 def test_in_bfloat16_layouts_have_the_same_data_and_losses_to_its_rounding(tmp_path: Path) -> None:
     """Experts too, whose tokens may go elsewhere on another layout."""

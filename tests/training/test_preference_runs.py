@@ -19,6 +19,8 @@ from maxbatch.training.record.recorder import Record
 from maxbatch.training.reference import REFERENCE_FILE, Reference
 from tests.helpers.chats import chat_config, write_jsonl
 
+pytestmark = pytest.mark.runs
+
 LENGTH = 16
 WORDS = ("red", "blue", "green", "gray", "pink", "black", "white")
 PAIRS = [
@@ -67,7 +69,6 @@ def test_the_chosen_answers_margin_goes_from_0_to_over_5_in_100_updates(whole: l
     assert whole[-1]["eval_loss"] < 0.1
 
 
-@pytest.mark.slow
 def test_pairs_train_the_same_in_any_cut_and_after_a_resume_elsewhere(run: Run, whole: list[Record]) -> None:
     run("cut", 2, "steps=3", "gradient_accumulation_steps=3", "eval_interval=-1", "eval_fraction=0.1")
     # 4 rows a pass on 4 devices: the last pass of 6 pairs has 2 rows of padding.
@@ -104,7 +105,6 @@ def test_a_pair_that_the_reference_lacks_is_an_error() -> None:
             reference.beside(rows)
 
 
-@pytest.mark.slow
 def test_the_reference_of_a_resume_is_the_checkpoint_that_the_run_started_from(run: Run, folder: Path) -> None:
     """The base trains on, and the file of the reference is lost, or that of another run."""
     run("base", 1, "steps=1", *QUICK)

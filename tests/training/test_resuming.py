@@ -38,6 +38,7 @@ def lines(run_dir: Path, *overrides: str, devices: int = 2) -> list[str]:
         return Session(context, Pretraining(context))._changes
 
 
+@pytest.mark.runs
 def test_the_batch_on_other_devices_is_told_with_what_keeps_it(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +64,7 @@ def test_only_what_changed_is_told(run_dir: Path) -> None:
     ]
 
 
+@pytest.mark.runs
 def test_a_loss_and_held_out_data_whose_content_changed_are_told(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "train.jsonl").write_text('{"text": "a word"}\n' * 99)
     data = ("dataset_type=jsonl", f"dataset_path={tmp_path}/train.jsonl", "eval_interval=1",

@@ -46,6 +46,7 @@ def test_epochs_follow_one_another_without_a_gap_and_the_last_batch_is_what_is_l
     assert total == 2 * one_epoch % 2**64, "every row of the data twice"
 
 
+@pytest.mark.runs
 def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
     """Every batch holds all rows, so the loss of a step is that of its parameters."""
     whole = ("synthetic_samples=16", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
@@ -67,6 +68,7 @@ def test_parameters_of_another_shape_are_refused_by_name_before_the_run_leaves_a
     assert not list(other.glob("[!.]*"))
 
 
+@pytest.mark.runs
 def test_a_run_may_start_from_the_full_state_of_another(tmp_path: Path) -> None:
     """On the same rows it goes on as if nothing had happened; step, position and plan are a new run's."""
     whole = ("synthetic_samples=16", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
@@ -102,6 +104,7 @@ def test_a_batch_that_the_devices_cannot_hold_is_refused_before_anything_is_writ
     assert not (tmp_path / "config.yml").exists() and not (tmp_path / "metrics.jsonl").exists()
 
 
+@pytest.mark.runs
 def test_several_slices_are_planned_as_the_mesh_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_slices(monkeypatch, 4)
     train(tiny_config(*TWO_SLICES, "steps=1", f"run_dir={tmp_path}"), jax.devices())
@@ -118,6 +121,7 @@ def test_tensorboard_gets_every_scalar_and_a_key_without_effect_is_told_once(
     assert all(name in content for name in (b"loss", b"learning_rate", b"tokens_per_second", b"grad_norm"))
 
 
+@pytest.mark.runs
 def test_checkpoints_without_a_readable_position_do_not_block_the_next_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +134,7 @@ def test_checkpoints_without_a_readable_position_do_not_block_the_next_start(
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2]
 
 
+@pytest.mark.runs
 @given(st.integers(1, 50), st.integers(1, 10), st.integers(1, 1000))
 def test_something_is_due_once_per_period_at_the_first_end_of_a_batch(
     period: int, updates_per_batch: int, num_batches: int
@@ -142,6 +147,7 @@ def test_something_is_due_once_per_period_at_the_first_end_of_a_batch(
         assert due == [step for step in ends[1:] if step % period == 0]
 
 
+@pytest.mark.runs
 def test_a_run_records_the_devices_and_the_mesh_that_it_trained_on(tmp_path: Path) -> None:
     train(tiny_config("steps=1", f"run_dir={tmp_path}"), ONE)
     train(tiny_config("steps=2", "per_device_batch_size=4", f"run_dir={tmp_path}"), jax.devices()[:4])
@@ -151,6 +157,7 @@ def test_a_run_records_the_devices_and_the_mesh_that_it_trained_on(tmp_path: Pat
     ]  # fmt: skip
 
 
+@pytest.mark.runs
 def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_can_go_on(tmp_path: Path) -> None:
     run = ("checkpoint_period=1", "learning_rate_schedule=constant", "warmup_steps_fraction=0", f"run_dir={tmp_path}")
     train(tiny_config(*run, "steps=1"), ONE)
@@ -163,6 +170,7 @@ def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_c
     assert metrics[-1]["loss"] < metrics[0]["loss"] and metrics[-1]["skipped_updates"] == 2
 
 
+@pytest.mark.runs
 def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -183,6 +191,7 @@ def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.runs
 def test_tensorboard_events_on_a_full_disk_are_one_warning_and_training_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +215,7 @@ def weightless(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
     return 0 * loss, 0 * weight
 
 
+@pytest.mark.runs
 def test_a_batch_without_loss_weight_has_no_loss_and_a_run_of_them_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -221,6 +231,7 @@ def test_a_batch_without_loss_weight_has_no_loss_and_a_run_of_them_fails(
     assert metric_value([{"loss": 2.0, "loss_weight": 3.0}] * 19 + [records[0]], Metric.LOSS) == 2.0
 
 
+@pytest.mark.runs
 def test_a_run_whose_eval_loss_no_longer_falls_ends_early_and_a_resume_counts_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -271,6 +282,7 @@ class _PowerCut(Output):
             raise KeyboardInterrupt
 
 
+@pytest.mark.runs
 def test_every_start_of_a_run_has_a_line_in_sessions_jsonl(tmp_path: Path) -> None:
     config = tiny_config(
         "steps=7", "checkpoint_period=3", "eval_interval=2", "eval_fraction=0.1", f"run_dir={tmp_path}"

@@ -23,7 +23,7 @@ from tests.helpers.command import Hold, environment
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_MODEL, UNSAVED, read_metrics
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.runs
 
 TALKS = some_talks(60)
 RUN = (

@@ -22,6 +22,7 @@ RUN = (
 )  # fmt: skip
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("moment", "code", "step"),
     [

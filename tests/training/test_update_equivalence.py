@@ -49,7 +49,7 @@ def test_every_row_has_a_check_and_every_check_a_row() -> None:
     assert set(check) == set(check.rows)
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 @pytest.mark.parametrize("row", check.rows)
 def test_what_the_page_says_to_write_here_gives_the_update_there(row: str) -> None:
     check[row]()

@@ -77,6 +77,7 @@ def test_a_branch_of_too_few_updates_is_refused(tmp_path):
     assert planned(run, factors=factors("1,8"), samples=int(works(error)[1])).samples == 8 * 128
 
 
+@pytest.mark.runs
 def test_what_a_refusal_names_is_not_refused_in_turn(tmp_path):
     for updates in (48, 70, 80, 100, 160, 230):
         run = fake_run(tmp_path / str(updates), updates=updates, every=10, first=10)

@@ -238,6 +238,7 @@ def fit(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.runs
 def test_its_answer_fits_by_kind_and_is_kept(
     small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -276,6 +277,7 @@ def test_a_file_that_cannot_take_the_choice_is_refused_before_compiling(
     assert capsys.readouterr().err == f"maxbatch: error: {said}\n"
 
 
+@pytest.mark.runs
 def test_a_wanted_batch_is_reached_by_every_policy(small_memory: int, capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yml").write_text("steps: 7  # few\nper_device_batch_size: 2   # to be fitted\n")
     answer = fit(capsys, "global_batch_size=64", "--write", "run.yml")
@@ -286,6 +288,7 @@ def test_a_wanted_batch_is_reached_by_every_policy(small_memory: int, capsys: py
     assert (written.steps, written.remat_policy) == (7, answer["remat_policy"])
 
 
+@pytest.mark.runs
 def test_a_policy_that_is_stated_is_tried_beside_the_others(
     small_memory: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -295,6 +298,7 @@ def test_a_policy_that_is_stated_is_tried_beside_the_others(
     assert load_config("run.yml").remat_policy == answer["remat_policy"]
 
 
+@pytest.mark.runs
 def test_any_mesh_is_answered_with_keys_to_copy(
     small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -317,6 +321,7 @@ def test_any_mesh_is_answered_with_keys_to_copy(
         assert MeshShape.from_config(PlanConfig.of(config), devices).sizes == axes
 
 
+@pytest.mark.runs
 def test_a_batch_smaller_than_the_devices_gets_a_mesh_that_holds_it(
     small_memory: int, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,6 +339,7 @@ def test_a_batch_smaller_than_the_devices_gets_a_mesh_that_holds_it(
     assert answer["global_batch_size_to_train_on"] == half and answer["ici_tensor_parallelism"] == 2
 
 
+@pytest.mark.runs
 def test_where_nothing_fits_it_says_what_is_wanted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -37,6 +37,7 @@ def test_a_full_or_failing_disk_leaves_nothing_and_is_no_fault_of_the_input(
     assert main(["import", "maxtext", "m.yml"]) == 0  # the next try
 
 
+@pytest.mark.runs
 def test_plan_reads_whatever_import_writes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pick = random.Random(1)
     characters = ["\0", "\x07", "\x1b", "\n", "\r", "\t", " ", '"', "\\", "'", "#", ":", "\x85", "\u2028", "\ufeff",

@@ -39,6 +39,7 @@ for (const plot of document.querySelectorAll(".plot")) {
 """
 
 
+@pytest.mark.runs
 def test_a_page_with_every_kind_of_figure_opens_without_a_console_error() -> None:
     records = write_run(
         Path("a"), 30, eval_loss=lambda step: 1 / step if step % 10 == 0 else ...,
@@ -72,6 +73,7 @@ def test_a_browser_that_cannot_unpack_the_plots_says_so() -> None:
     assert console == [] and set(shown) == {"Plots need a browser of 2023 or newer."}
 
 
+@pytest.mark.runs
 def test_hovering_shows_the_exact_values_of_metrics() -> None:
     records = write_run(Path("a"), 12, eval_loss=lambda step: 1 / 3 if step == 12 else ...)
     make_page([Path("a")]).write(Path("page.html"))
@@ -85,6 +87,7 @@ def test_hovering_shows_the_exact_values_of_metrics() -> None:
         assert "step 12 · 192 samples · 6,144 tokens · 3 s" in texts[column]
 
 
+@pytest.mark.runs
 def test_the_x_axis_can_be_steps_samples_tokens_or_time_and_zoom_goes_along() -> None:
     records = write_run(Path("a"), 12)
     make_page([Path("a")]).write(Path("page.html"))
@@ -110,6 +113,7 @@ def test_the_x_axis_can_be_steps_samples_tokens_or_time_and_zoom_goes_along() ->
     assert not any("cloud" in str(title).lower() or "upload" in str(title).lower() for title in answer["buttons"])
 
 
+@pytest.mark.runs
 def test_the_slider_smooths_rates_and_leaves_their_values_below() -> None:
     records = write_run(Path("a"), 12, loss=lambda step: float(step))
     make_page([Path("a")]).write(Path("page.html"))
@@ -126,6 +130,7 @@ def test_the_slider_smooths_rates_and_leaves_their_values_below() -> None:
     assert sum(line["column"] == "tokens_per_second" for line in lines) == 2
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("width", [400, 1280])
 def test_nothing_overflows_a_narrow_screen_and_no_number_is_torn(width: int) -> None:
     write_run(Path("a"), 30, stage=lambda step: step // 10, tokens_per_second=lambda step: 1234567.0 * step)
@@ -144,6 +149,7 @@ def test_nothing_overflows_a_narrow_screen_and_no_number_is_torn(width: int) -> 
     assert (torn, wide, console) == ([], [], [])
 
 
+@pytest.mark.runs
 def test_the_browser_test_would_see_an_error() -> None:
     page = Page("broken")
     page.write(Path("page.html"))

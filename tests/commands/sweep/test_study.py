@@ -217,6 +217,7 @@ def overrides_of(folder: SweepFolder) -> list[dict[str, str]]:
     return [trial.overrides for trial in folder.trials()]
 
 
+@pytest.mark.runs
 def test_the_random_sampler_is_a_function_of_seed_and_number() -> None:
     parameters = {
         "learning_rate": {"low": "1e-4", "high": "1e-2", "log": True},

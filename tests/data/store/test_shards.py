@@ -49,6 +49,7 @@ def stream_of(folder: AnyPath | str) -> Stream:
     return open_stream(load_config(overrides=keys))
 
 
+@pytest.mark.runs
 def test_a_store_of_a_thousand_shards_has_the_stream_of_one_file(texts: list[str], tmp_path: Path) -> None:
     one, many = tmp_path / "one", tmp_path / "many"
     assert main(["prepare", *texts, "--output", str(one)]) == 0

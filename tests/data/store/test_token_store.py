@@ -356,7 +356,6 @@ def test_an_entry_that_is_there_needs_no_writing(config: ConfigDict) -> None:
         folder.parent.chmod(0o755)
 
 
-@pytest.mark.slow
 def test_a_lock_dies_with_its_holder(config: ConfigDict) -> None:
     folder = opened(config).folder
     shutil.rmtree(folder)
@@ -410,7 +409,6 @@ def test_one_process_is_enough_for_little_and_all_cores_are_for_much(
     assert builder.default_workers(dataclasses.replace(source, files=(large,))) == 5
 
 
-@pytest.mark.slow
 def test_a_plan_of_any_format_loads_neither_formats_nor_tokenizers(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", TEXTS)
     write_bpe(tmp_path, "<|endoftext|>")

@@ -231,6 +231,7 @@ def test_text_without_records_is_refused(capsys: pytest.CaptureFixture[str]) -> 
     assert "dataset_type=python_stdlib" in capsys.readouterr().err
 
 
+@pytest.mark.runs
 def test_the_plan_knows_the_trained_tokens_of_an_update_once_the_data_are_indexed(tmp_path: Path) -> None:
     config = chat_config(tmp_path, TALKS, "enable_data_shuffling=true")
     assert trained_tokens_if_cached(StreamConfig.of(config)) is None

@@ -209,6 +209,7 @@ def source_of(tokens: np.ndarray) -> str:
     return {ord(name[0]): name for name in SIZES}[int(tokens)]
 
 
+@pytest.mark.runs
 def test_every_window_of_1000_samples_has_the_weights(tmp_path: Path) -> None:
     long = "max_target_length=100"
     for stream in (opened(LINE, long), opened(mixture_file(tmp_path, FILE), long)):
@@ -317,7 +318,6 @@ def test_any_way_of_asking_gives_the_same_samples(packing: str) -> None:
     assert {name: array.shape for name, array in stream.batch([]).items()} == dict.fromkeys(block, (0, LENGTH))
 
 
-@pytest.mark.slow
 def test_worker_processes_give_the_same_samples() -> None:
     stream = opened(LINE, "grain_worker_count=2", "packing=true", "packing_strategy=best_fit")
     with stream.reader_of(Contiguous(990, 1100)) as reader:

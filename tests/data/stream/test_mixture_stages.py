@@ -38,6 +38,7 @@ def stages(draw: st.DrawFn) -> list[MixtureStage]:
     return stages_of(lengths, draw(st.lists(share, min_size=number, max_size=number)))
 
 
+@pytest.mark.runs
 @settings(max_examples=200)
 @given(stages=stages(), data=st.data())
 def test_each_source_goes_on_in_its_own_order_from_stage_to_stage(

@@ -57,7 +57,8 @@ class EveryNth:
         return self.first + turn * self.period + place
 
 
-@pytest.mark.parametrize(("start", "workers"), [(0, 0), (1 << 40, 0), pytest.param(1 << 40, 2, marks=pytest.mark.slow)])
+@pytest.mark.runs
+@pytest.mark.parametrize(("start", "workers"), [(0, 0), (1 << 40, 0), pytest.param(1 << 40, 2, marks=pytest.mark.runs)])
 def test_any_order_of_samples_is_read(tmp_path: Path, start: int, workers: int) -> None:
     stream = make(tmp_path, f"grain_worker_count={workers}")
     order = EveryNth(start + 3, 2, 8, 41)
@@ -139,7 +140,7 @@ def test_reading_ahead_is_faster_than_a_bare_loop_over_rows() -> None:
     assert ours < bare / 0.95
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_worker_processes_give_the_same_samples_in_the_same_order_and_end(tmp_path: Path) -> None:
     in_threads = make(tmp_path)
     stream = make(tmp_path, "grain_worker_count=2", "grain_prefetch_buffer_size=32")
@@ -155,7 +156,6 @@ def test_worker_processes_give_the_same_samples_in_the_same_order_and_end(tmp_pa
     assert multiprocessing.active_children() == [], "a reader that is merely dropped"
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 def test_worker_processes_outlive_signals_to_the_group_but_not_their_killed_parent(tmp_path: Path) -> None:
     code = (

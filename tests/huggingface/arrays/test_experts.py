@@ -121,6 +121,7 @@ def test_scores_that_deepseek_v3_lacks_are_refused_by_name() -> None:
         config_json(config, "float32", {})
 
 
+@pytest.mark.runs
 def test_a_run_without_a_bias_is_exported_with_one_of_zeros_and_loaded_as_one_that_has_it(tmp_path: Path) -> None:
     stated = ["routed_bias=false", "routed_bias_update_rate=0", "topk_routing_group=-1"]
     config = load_config(overrides=["model_name=tiny-deepseek", *stated])

@@ -69,6 +69,7 @@ def sums(functions):
     return {name: with_gradients(function) for name, function in functions.items()}
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("choices", _CHOICES)
 def test_however_uneven_the_choices_are_nothing_is_dropped(sums, choices):
     """The fullest pair of devices needs up to three rounds; the sums and their gradients are those of one device."""

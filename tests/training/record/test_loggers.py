@@ -139,6 +139,7 @@ def test_an_unknown_logger_is_refused() -> None:
         tiny_config("log_to=tensorbord")
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
 def test_the_real_tracker_takes_a_run_offline(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip(name)

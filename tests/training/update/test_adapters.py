@@ -31,7 +31,7 @@ from tests.helpers.damage import flip_a_parameter
 from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import read_metrics, tiny_config
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.runs, pytest.mark.slow]
 
 RUN = (
     "scan_layers=true", "global_batch_size=8", "per_device_batch_size=4", "gradient_noise_scale=false",

@@ -68,6 +68,7 @@ def router_step(cut: int, *overrides: str) -> np.ndarray:
     return stepper.parameters()[router] - before[router]
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("scope", ["sequence", "global"])
 def test_the_balance_gradient_does_not_depend_on_the_cut(scope):
     """The change of the router by the two terms alone is the same of 16 micro-batches as of one."""
@@ -77,6 +78,7 @@ def test_the_balance_gradient_does_not_depend_on_the_cut(scope):
     assert np.abs(alone[ROWS] - alone[1]).max() <= 1e-5 * np.abs(alone[1]).max()
 
 
+@pytest.mark.runs
 def test_the_loss_is_that_of_the_tokens_and_the_terms_stand_beside_it():
     rows, found = some_rows(ROWS), {}
     for weight in ("0", "0.5"):
@@ -87,6 +89,7 @@ def test_the_loss_is_that_of_the_tokens_and_the_terms_stand_beside_it():
     assert found["0"].grad_norm != found["0.5"].grad_norm
 
 
+@pytest.mark.runs
 def test_one_step_of_the_bias_follows_the_counts_of_the_whole_batch_and_a_skipped_update_changes_nothing():
     rows, stepper = some_rows(ROWS), Stepper(4)
     before = stepper.parameters()

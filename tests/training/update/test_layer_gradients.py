@@ -24,6 +24,7 @@ def assert_close(actual: jax.Array, desired: jax.Array) -> None:
     np.testing.assert_allclose(actual, desired, rtol=1e-5, atol=1e-6 * float(np.abs(desired).max()))
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("remat_policy", ["none", "minimal", "save_qkv_proj", "full", "custom"])
 def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: str) -> None:
     custom = ("decoder_layer_input=offload", "key_proj=offload", "mlpwo=device") if remat_policy == "custom" else ()

@@ -75,6 +75,7 @@ def unstacked(tree: nnx.State) -> dict[str, Any]:
     return pure | {f"layer_{i}": jax.tree.map(lambda x, i=i: x[i], layers) for i in range(NUM_LAYERS)}
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("opt_type", ALL)
 def test_stacked_layers_are_updated_as_separate_ones(opt_type: str) -> None:
     parameters = parameters_of(optimizer_config(opt_type))
@@ -160,6 +161,7 @@ def test_muon_orthogonalises_each_layers_matrices_and_nothing_else() -> None:
     assert embedding.max() / embedding.min() > 4
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("opt_type", ["muon", "adafactor"])
 def test_stacked_experts_are_updated_as_separate_matrices(opt_type: str) -> None:
     sizes = {"gate": (128, 136), "up": (128, 136), "down": (136, 128)}
@@ -189,6 +191,7 @@ def test_a_model_without_experts_has_no_state_for_them() -> None:
         assert set(state[0].inner_states) == {False, True}
 
 
+@pytest.mark.runs
 def test_bfloat16_parameters_keep_their_dtype() -> None:
     for opt_type in ALL:
         opt = (opt_type, "weight_dtype=bfloat16")
@@ -233,6 +236,7 @@ def updates_of(opt: tuple[str, ...], settings: list[UpdateSettings], gradients: 
     return found
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize("opt_type", ALL)
 def test_with_one_batch_half_lives_are_decays(opt_type: str) -> None:
     """An update of 500 tokens and half-lives of 1,000 and 10,000: b1 = 2^-0.5, b2 = 2^-0.05."""

@@ -296,6 +296,7 @@ def test_strict_types() -> None:
         )
 
 
+@pytest.mark.runs
 @pytest.mark.slow
 @pytest.mark.parametrize("opt_type", ["lion", "adafactor", "muon", "sgd"])  # adamw is that of the tests above
 def test_every_optimizer_trains_sharded_and_cut(opt_type: str) -> None:

@@ -82,6 +82,7 @@ def assert_equal(a: TrainState, b: TrainState) -> None:
         np.testing.assert_array_equal(x, y)
 
 
+@pytest.mark.runs
 def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
     mesh = make_mesh(tiny_config("ici_tensor_parallelism=2", "ici_data_parallelism=2"))
     abstract = abstract_state(UpdateConfig.of(saved.config), mesh)

@@ -89,6 +89,7 @@ def restart(folder: Path, devices: list[jax.Device] = ONE, *overrides: str) -> t
         return session.position.step, session._restored
 
 
+@pytest.mark.runs
 def test_a_run_goes_on_from_its_local_checkpoint_as_if_nothing_had_happened(
     lost: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

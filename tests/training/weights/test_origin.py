@@ -63,7 +63,7 @@ def copies(tmp_path: Path, *folders: Path) -> list[Path]:
     return [Path(shutil.copytree(folder, tmp_path / folder.name)) for folder in folders]
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_a_resume_of_adapters_takes_the_checkpoint_of_the_base_that_they_began_with(
     base: Path, adapted: Path, tmp_path: Path
 ) -> None:
@@ -79,6 +79,7 @@ def test_a_resume_of_adapters_takes_the_checkpoint_of_the_base_that_they_began_w
         np.testing.assert_array_equal(before, after)
 
 
+@pytest.mark.runs
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -116,7 +117,7 @@ def test_a_resume_that_needs_no_source_starts_without_it(base: Path, tmp_path: P
     assert pinned is not None and (pinned.source, pinned.step) == (f"{own}/checkpoints/1", 1)
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_a_resume_of_grpo_measures_from_the_checkpoint_that_it_started_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -191,6 +192,7 @@ def test_every_byte_of_a_folder_is_in_its_identity(tmp_path: Path) -> None:
     assert open_source(folder).identity != whole, "these ids end what is sampled"
 
 
+@pytest.mark.runs
 def test_adapters_of_before_are_compared_the_old_way_and_pinned_in_the_new(tmp_path: Path) -> None:
     folder, run_dir = big_folder(tmp_path / "model"), tmp_path / "run"
     data = ("dataset_type=synthetic", "generate_prompt=", "eval_interval=-1", "tokenizer_type=byte")
