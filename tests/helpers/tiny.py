@@ -37,8 +37,16 @@ TINY_RUN = (
 UNSAVED = "enable_checkpointing=false"
 
 
+# Of a test for which the number of layers does not matter: half as much to compile.
+ONE_LAYER = "base_num_decoder_layers=1"
+
+
 def tiny_config(*overrides: str) -> ConfigDict:
     return load_config(overrides=[*TINY_RUN, *overrides])
+
+
+def one_layer_config(*overrides: str) -> ConfigDict:
+    return tiny_config(ONE_LAYER, *overrides)
 
 
 def some_rows(num_rows: int, seed: int = 0) -> dict[str, np.ndarray]:

@@ -17,7 +17,7 @@ from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from tests.helpers.configs import config_of
 
-ROWS, LENGTH, PROMPT = 2, 12, 7
+ROWS, LENGTH, PROMPT = 2, 10, 7
 YARN = ("rope_type=yarn", "rope_factor=4", "original_max_position_embeddings=8", "base_num_decoder_layers=4",
         "first_num_dense_layers=2")  # fmt: skip
 

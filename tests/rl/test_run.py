@@ -36,8 +36,7 @@ def assert_same_updates(records: list[dict[str, Any]], expected: list[dict[str, 
 
 @pytest.mark.parametrize(
     ("devices", "micro_batch_size", "sampling"),
-    [
-        (1, GROUP, ()),
+    [  # small chunks on one device: `test_chunks_of_sampling_and_of_training_need_not_be_the_same`
         (2, 2 * GROUP, ()),
         (4, -1, ("rollout_tensor_parallelism=2",)),
         (4, GROUP, ("rollout_data_parallelism=1", "ici_data_parallelism=2")),
@@ -50,18 +49,30 @@ def test_chunks_and_devices_give_the_same_responses_and_losses(
     assert_same_updates(records, reference)
 
 
-def test_chunks_and_devices_send_the_same_tokens_to_experts(tmp_path: Path) -> None:
+EXPERTS = (
+    "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=24",
+    "routed_bias=true", "routed_bias_update_rate=0.01", "steps=null", "train_samples=11", UNSAVED,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """One device, no chunks, 11 prompts."""
+    return train(tmp_path_factory.mktemp("experts") / "run", *EXPERTS)
+
+
+def test_chunks_and_devices_send_the_same_tokens_to_experts(of_experts: list[dict[str, Any]], tmp_path: Path) -> None:
     """Prompts and responses count, the rows that fill the last chunk do not; the bias takes one step an update."""
-    keys = (
-        "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=24",
-        "routed_bias=true", "routed_bias_update_rate=0.01", "steps=null", "train_samples=11", UNSAVED,
-    )  # fmt: skip
-    whole = train(tmp_path / "whole", *keys)
     axes = ("ici_expert_parallelism=2", "rollout_tensor_parallelism=2")
-    cut = train(tmp_path / "cut", *keys, "micro_batch_size=8", *axes, devices=2)
-    assert_same_updates(cut, whole)
+    cut = train(tmp_path / "cut", *EXPERTS, "micro_batch_size=8", *axes, devices=2)
+    assert_same_updates(cut, of_experts)
     same = ("expert_load_max", "routing_fingerprint")
-    assert {name: cut[0][name] for name in same} == {name: whole[0][name] for name in same}
+    assert {name: cut[0][name] for name in same} == {name: of_experts[0][name] for name in same}
+
+
+def test_a_length_in_prompts_is_met_exactly(of_experts: list[dict[str, Any]]) -> None:
+    assert [record["samples_seen"] for record in of_experts] == [8, 11]
+    assert [record["global_batch_size"] for record in of_experts] == [8 * GROUP, 3 * GROUP]
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -70,9 +81,8 @@ def test_float32_samples_the_same_responses_on_any_devices_where_training_rounds
     types = ("dtype=bfloat16", "sampler_dtype=float32")
     keys = (*types, "learning_rate=1e-12", "max_target_length=40", "steps=2", UNSAVED)
     whole = train(tmp_path / "whole", *keys)
-    for devices, mesh in ((1, ()), (4, ("ici_data_parallelism=2",))):
-        found = train(tmp_path / f"on {devices}", *keys, *mesh, "micro_batch_size=8", devices=devices)
-        assert_same_run(found, whole, ("data_fingerprint", "reward", "response_length"), ())
+    found = train(tmp_path / "cut", *keys, "ici_data_parallelism=2", "micro_batch_size=8", devices=4)
+    assert_same_run(found, whole, ("data_fingerprint", "reward", "response_length"), ())
 
 
 @pytest.mark.usefixtures("standard_promotion")
@@ -109,12 +119,6 @@ def test_several_slices_are_planned_as_the_mesh_is_made(tmp_path: Path, monkeypa
     pretend_slices(monkeypatch, 4)
     records = train(tmp_path / "run", *TWO_SLICES, "steps=1", UNSAVED, devices=8)
     assert records[0]["samples_seen"] == 8
-
-
-def test_a_length_in_prompts_is_met_exactly(tmp_path: Path) -> None:
-    records = train(tmp_path / "run", "steps=null", "train_samples=11", "micro_batch_size=8", UNSAVED)
-    assert [record["samples_seen"] for record in records] == [8, 11]
-    assert [record["global_batch_size"] for record in records] == [8 * GROUP, 3 * GROUP]
 
 
 def test_a_batch_serves_its_iterations_and_a_resume_between_batches_changes_nothing(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from maxbatch.training.weights.checksums import array_checksums, word_sum
 from maxbatch.training.weights.parameters import open_parameters, open_source
 from tests.helpers.damage import flip_a_parameter
 from tests.helpers.parameters import load_parameters
-from tests.helpers.tiny import read_metrics, tiny_config
+from tests.helpers.tiny import one_layer_config, read_metrics
 
 ONE = jax.devices()[:1]
 
@@ -40,7 +40,7 @@ class Trained:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.config = tiny_config(f"run_dir={folder}", "steps=6", "checkpoint_period=2")
+        self.config = one_layer_config(f"run_dir={folder}", "steps=6", "checkpoint_period=2")
         self.abstract = abstract_state(UpdateConfig.of(self.config), make_mesh(self.config, ONE))
         if not folder.exists():
             train(self.config, ONE)
@@ -222,7 +222,7 @@ def test_checksums_do_not_depend_on_the_mesh(trained: Trained) -> None:
     state = trained.state()
     found = array_checksums(state)
     for devices, tensor in ((8, 1), (4, 2), (2, 2)):
-        mesh = make_mesh(tiny_config(f"ici_tensor_parallelism={tensor}"), jax.devices()[:devices])
+        mesh = make_mesh(one_layer_config(f"ici_tensor_parallelism={tensor}"), jax.devices()[:devices])
         places = abstract_state(UpdateConfig.of(trained.config), mesh)
         moved = jax.tree.map(lambda x, place: jax.device_put(np.asarray(x), place.sharding), state, places)
         np.testing.assert_array_equal(array_checksums(moved), found)
@@ -250,7 +250,7 @@ def test_a_score_and_a_run_without_a_finite_value_fail(run: Trained, capfd: pyte
     )
     out, err = capfd.readouterr()
     assert json.loads(out)["exit_code"] == 1 and len(err.splitlines()) == 1 and "finite" in err
-    other = tiny_config("run_dir=other", "steps=2", f"load_parameters_path={run.folder}")
+    other = one_layer_config("run_dir=other", "steps=2", f"load_parameters_path={run.folder}")
     for _ in range(2):  # also where the run is complete
         with pytest.raises(DivergedError, match="other: none of its 2 updates changed the par"):
             train(other, ONE)

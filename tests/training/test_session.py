@@ -30,13 +30,13 @@ from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import _parameters, is_due
 from maxbatch.training.update.state import TrainState
 from tests.helpers.slices import TWO_SLICES, pretend_slices
-from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN, one_layer_config, read_metrics
 
 ONE = jax.devices()[:1]
 
 
 def test_epochs_follow_one_another_without_a_gap_and_the_last_batch_is_what_is_left(tmp_path: Path) -> None:
-    config = tiny_config("synthetic_samples=20", "num_epochs=2", f"run_dir={tmp_path}")
+    config = one_layer_config("synthetic_samples=20", "num_epochs=2", f"run_dir={tmp_path}")
     outcome = train(config, ONE)
     assert (outcome.position.samples_seen, outcome.stopped_by) == (40, None)
     metrics = read_metrics(tmp_path)
@@ -50,10 +50,10 @@ def test_epochs_follow_one_another_without_a_gap_and_the_last_batch_is_what_is_l
 def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
     """Every batch holds all rows, so the loss of a step is that of its parameters."""
     whole = ("synthetic_samples=16", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
-    train(tiny_config(*whole, "steps=4", "checkpoint_period=3", f"run_dir={tmp_path / 'one'}"), ONE)
+    train(one_layer_config(*whole, "steps=4", "checkpoint_period=3", f"run_dir={tmp_path / 'one'}"), ONE)
     source = tmp_path / "one" / "checkpoints" / "3"
     other = tmp_path / "other"
-    train(tiny_config(*whole, "steps=1", f"load_parameters_path={source}", f"run_dir={other}"), ONE)
+    train(one_layer_config(*whole, "steps=1", f"load_parameters_path={source}", f"run_dir={other}"), ONE)
     first, fourth = read_metrics(other)[0], read_metrics(tmp_path / "one")[3]
     assert first["loss"] == pytest.approx(fourth["loss"], rel=1e-5)
     assert (first["step"], first["samples_seen"]) == (1, 16)
@@ -61,10 +61,10 @@ def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
 
 def test_parameters_of_another_shape_are_refused_by_name_before_the_run_leaves_anything(tmp_path: Path) -> None:
     source, other = tmp_path / "source", tmp_path / "other"
-    train(tiny_config("steps=1", f"run_dir={source}"), ONE)
+    train(one_layer_config("steps=1", f"run_dir={source}"), ONE)
     keys = (f"load_parameters_path={source}", "base_mlp_dim=24", "steps=1", f"run_dir={other}")
     with pytest.raises(ConfigError, match=r"load_parameters_path=.*: its parameters do not fit this model \(\S+ is "):
-        train(tiny_config(*keys), ONE)
+        train(one_layer_config(*keys), ONE)
     assert not list(other.glob("[!.]*"))
 
 
@@ -73,25 +73,25 @@ def test_a_run_may_start_from_the_full_state_of_another(tmp_path: Path) -> None:
     """On the same rows it goes on as if nothing had happened; step, position and plan are a new run's."""
     whole = ("synthetic_samples=16", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
     one, other = tmp_path / "one", tmp_path / "other"
-    train(tiny_config(*whole, "steps=5", "checkpoint_period=3", f"run_dir={one}"), ONE)
+    train(one_layer_config(*whole, "steps=5", "checkpoint_period=3", f"run_dir={one}"), ONE)
     source = f"load_full_state_path={one / 'checkpoints' / '3'}"
-    train(tiny_config(*whole, "steps=2", "enable_data_shuffling=false", source, f"run_dir={other}"), ONE)
+    train(one_layer_config(*whole, "steps=2", "enable_data_shuffling=false", source, f"run_dir={other}"), ONE)
     went_on = read_metrics(other)
     assert [(m["step"], m["samples_seen"]) for m in went_on] == [(1, 16), (2, 32)]
     expected = [m["loss"] for m in read_metrics(one)[3:]]
     assert [m["loss"] for m in went_on] == pytest.approx(expected, rel=1e-5), "moments included"
     with pytest.raises(ConfigError, match="load_parameters_path takes the parameters alone"):
-        train(tiny_config(*whole, source, "opt_type=sgd", f"run_dir={tmp_path / 'third'}"), ONE)
+        train(one_layer_config(*whole, source, "opt_type=sgd", f"run_dir={tmp_path / 'third'}"), ONE)
 
 
 def test_without_checkpointing_nothing_is_saved(tmp_path: Path) -> None:
-    train(tiny_config("steps=1", "enable_checkpointing=false", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("steps=1", "enable_checkpointing=false", f"run_dir={tmp_path}"), ONE)
     assert not (tmp_path / "checkpoints").exists()
     assert (tmp_path / "metrics.jsonl").exists() and (tmp_path / "config.yml").exists()
 
 
 def test_eval_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
-    config = tiny_config("eval_fraction=0.1", "eval_interval=2", "steps=5", f"run_dir={tmp_path}")
+    config = one_layer_config("eval_fraction=0.1", "eval_interval=2", "steps=5", f"run_dir={tmp_path}")
     train(config, ONE)
     metrics = read_metrics(tmp_path)
     assert [m["step"] for m in metrics if "eval_loss" in m] == [2, 4, 5]
@@ -100,21 +100,21 @@ def test_eval_runs_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
 
 def test_a_batch_that_the_devices_cannot_hold_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="global_batch_size"):
-        train(tiny_config("global_batch_size=9", f"run_dir={tmp_path}"), jax.devices()[:4])
+        train(one_layer_config("global_batch_size=9", f"run_dir={tmp_path}"), jax.devices()[:4])
     assert not (tmp_path / "config.yml").exists() and not (tmp_path / "metrics.jsonl").exists()
 
 
 @pytest.mark.runs
 def test_several_slices_are_planned_as_the_mesh_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_slices(monkeypatch, 4)
-    train(tiny_config(*TWO_SLICES, "steps=1", f"run_dir={tmp_path}"), jax.devices())
+    train(one_layer_config(*TWO_SLICES, "steps=1", f"run_dir={tmp_path}"), jax.devices())
     assert read_metrics(tmp_path)[0]["global_batch_size"] == 16 * 8
 
 
 def test_tensorboard_gets_every_scalar_and_a_key_without_effect_is_told_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tiny_config("steps=2", "reference_batch_size=64", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("steps=2", "reference_batch_size=64", f"run_dir={tmp_path}"), ONE)
     assert capsys.readouterr().err.count("warning: reference_batch_size=64 has no effect") == 1
     (events,) = tmp_path.glob("events.out.tfevents.*")
     content = events.read_bytes()
@@ -125,9 +125,9 @@ def test_tensorboard_gets_every_scalar_and_a_key_without_effect_is_told_once(
 def test_checkpoints_without_a_readable_position_do_not_block_the_next_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train(tiny_config("steps=2", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("steps=2", f"run_dir={tmp_path}"), ONE)
     (tmp_path / "checkpoints" / "2" / "position" / "metadata").unlink()
-    train(tiny_config("steps=2", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("steps=2", f"run_dir={tmp_path}"), ONE)
     assert "warning: checkpoint 2 cannot be read" in capsys.readouterr().err
     assert (tmp_path / "checkpoints-damaged" / "2").is_dir()
     assert (tmp_path / "checkpoints" / "2" / "position" / "metadata").is_file()
@@ -149,8 +149,8 @@ def test_something_is_due_once_per_period_at_the_first_end_of_a_batch(
 
 @pytest.mark.runs
 def test_a_run_records_the_devices_and_the_mesh_that_it_trained_on(tmp_path: Path) -> None:
-    train(tiny_config("steps=1", f"run_dir={tmp_path}"), ONE)
-    train(tiny_config("steps=2", "per_device_batch_size=4", f"run_dir={tmp_path}"), jax.devices()[:4])
+    train(one_layer_config("steps=1", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("steps=2", "per_device_batch_size=4", f"run_dir={tmp_path}"), jax.devices()[:4])
     mesh = {"data": 1, "fsdp": 1, "expert": 1, "tensor": 1, "context": 1, "pipeline": 1}
     assert read_devices(tmp_path) == [
         DevicesUsed(1, "cpu", 1, 1, 1, mesh), DevicesUsed(2, "cpu", 4, 1, 1, mesh | {"fsdp": 4})
@@ -160,10 +160,10 @@ def test_a_run_records_the_devices_and_the_mesh_that_it_trained_on(tmp_path: Pat
 @pytest.mark.runs
 def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_can_go_on(tmp_path: Path) -> None:
     run = ("checkpoint_period=1", "learning_rate_schedule=constant", "warmup_steps_fraction=0", f"run_dir={tmp_path}")
-    train(tiny_config(*run, "steps=1"), ONE)
+    train(one_layer_config(*run, "steps=1"), ONE)
     with pytest.raises(DivergedError, match="3 updates in a row had a new state that is not finite"):
-        train(tiny_config(*run, "steps=9", "learning_rate=1e300", "max_consecutive_skips=3"), ONE)
-    train(tiny_config(*run, "steps=5"), ONE)
+        train(one_layer_config(*run, "steps=9", "learning_rate=1e300", "max_consecutive_skips=3"), ONE)
+    train(one_layer_config(*run, "steps=5"), ONE)
     metrics = read_metrics(tmp_path)
     assert [m["step"] for m in metrics] == [1, 2, 3, 4, 5]
     assert [m["skipped"] for m in metrics] == [False, True, True, False, False]
@@ -174,7 +174,7 @@ def test_a_rate_that_makes_the_parameters_infinite_changes_nothing_and_the_run_c
 def test_a_full_disk_ends_the_run_in_one_line_and_with_room_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["train", *TINY_RUN, "steps=6", "checkpoint_period=2", f"run_dir={tmp_path}"]
+    arguments = ["train", *TINY_RUN, ONE_LAYER, "steps=6", "checkpoint_period=2", f"run_dir={tmp_path}"]
 
     def append(file: Any, line: bytes) -> None:
         if b'"step": 4,' in line:
@@ -204,7 +204,7 @@ def test_tensorboard_events_on_a_full_disk_are_one_warning_and_training_goes_on(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr("tensorboardX.record_writer.RecordWriter.write", write)
-    assert main(["train", *TINY_RUN, "steps=4", f"run_dir={tmp_path}"]) == 0
+    assert main(["train", *TINY_RUN, ONE_LAYER, "steps=4", f"run_dir={tmp_path}"]) == 0
     error = capsys.readouterr().err
     assert error.count("TensorBoard's events cannot be written (No space left on device)") == error.count("\n") == 1
     assert [m["step"] for m in read_metrics(tmp_path)] == [1, 2, 3, 4]
@@ -219,7 +219,7 @@ def weightless(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
 def test_a_batch_without_loss_weight_has_no_loss_and_a_run_of_them_fails(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config("steps=3", "log_period=1", "checkpoint_period=2", f"run_dir={tmp_path}")
+    config = one_layer_config("steps=3", "log_period=1", "checkpoint_period=2", f"run_dir={tmp_path}")
     for _ in range(2):  # also where the run is complete
         with pytest.raises(TrainingError, match="none of its 3 updates changed the parameters: no batch had a loss"):
             train(config, ONE, Parts(objective=weightless))
@@ -237,13 +237,13 @@ def test_a_run_whose_eval_loss_no_longer_falls_ends_early_and_a_resume_counts_on
 ) -> None:
     stated = ("eval_fraction=0.05", "eval_interval=2", f"run_dir={tmp_path}", "learning_rate=1e-15")
     patient = (*stated, "early_stopping_patience=2")
-    assert train(tiny_config(*patient, "steps=4"), ONE).position.best_eval.evals_since == 1
+    assert train(one_layer_config(*patient, "steps=4"), ONE).position.best_eval.evals_since == 1
     assert "ended early" not in capsys.readouterr().out
-    outcome = train(tiny_config(*patient, "steps=20"), ONE)
+    outcome = train(one_layer_config(*patient, "steps=20"), ONE)
     assert (outcome.position.step, outcome.stopped_by) == (6, None)
     why = "ended early: the eval loss has not fallen for 2 evals in a row (the lowest is "
     assert f"done: step 6, 96 samples, in {tmp_path}; {why}" in capsys.readouterr().out
-    assert train(tiny_config(*patient, "steps=20"), ONE).position.step == 6
+    assert train(one_layer_config(*patient, "steps=20"), ONE).position.step == 6
     assert f"is complete: 6 updates, 96 samples; {why}" in capsys.readouterr().out
 
 
@@ -251,7 +251,7 @@ def test_patience_without_held_out_data_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="early_stopping_patience=2: counts evals, and nothing is held out; works: ev"
     ):
-        train(tiny_config("early_stopping_patience=2", "eval_interval=2", f"run_dir={tmp_path}"), ONE)
+        train(one_layer_config("early_stopping_patience=2", "eval_interval=2", f"run_dir={tmp_path}"), ONE)
 
 
 def test_a_run_with_adapters_states_how_many_parameters_it_trains() -> None:
@@ -284,7 +284,7 @@ class _PowerCut(Output):
 
 @pytest.mark.runs
 def test_every_start_of_a_run_has_a_line_in_sessions_jsonl(tmp_path: Path) -> None:
-    config = tiny_config(
+    config = one_layer_config(
         "steps=7", "checkpoint_period=3", "eval_interval=2", "eval_fraction=0.1", f"run_dir={tmp_path}"
     )
     with pytest.raises(KeyboardInterrupt):

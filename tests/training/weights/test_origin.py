@@ -25,7 +25,7 @@ from maxbatch.training.weights.parameters import open_source
 from tests.helpers.huggingface_folders import WIDTH, tiny_llama_tensors, write_folder
 from tests.helpers.parameters import load_parameters
 from tests.helpers.policies import train as train_policy
-from tests.helpers.tiny import tiny_config
+from tests.helpers.tiny import one_layer_config
 
 RUN = ("global_batch_size=2", "checkpoint_period=1", "learning_rate_schedule=constant", "warmup_steps_fraction=0")
 ONE = jax.devices()[:1]
@@ -42,7 +42,7 @@ def leaves(params: nnx.State) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("origin") / "base"
-    train(tiny_config(*RUN, f"run_dir={folder}", "steps=1"), ONE)
+    train(one_layer_config(*RUN, f"run_dir={folder}", "steps=1"), ONE)
     return folder
 
 
@@ -50,8 +50,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def adapted(base: Path) -> Path:
     """A run of adapters over the base, which trained on since."""
     run_dir = base.parent / "adapted"
-    train(tiny_config(*RUN, f"run_dir={run_dir}", "steps=1", *lora(base)), ONE)
-    train(tiny_config(*RUN, f"run_dir={base}", "steps=3"), ONE)
+    train(one_layer_config(*RUN, f"run_dir={run_dir}", "steps=1", *lora(base)), ONE)
+    train(one_layer_config(*RUN, f"run_dir={base}", "steps=3"), ONE)
     return run_dir
 
 
@@ -72,7 +72,7 @@ def test_a_resume_of_adapters_takes_the_checkpoint_of_the_base_that_they_began_w
         "load_parameters_path", str(base), newest(run_dir).origin.identity, 1
     )
     merged = leaves(load_parameters(run_dir)[2])
-    train(tiny_config(*RUN, f"run_dir={run_dir}", "steps=2", *lora(moved)), ONE)
+    train(one_layer_config(*RUN, f"run_dir={run_dir}", "steps=2", *lora(moved)), ONE)
     assert newest(run_dir).origin == newest(adapted).origin, "the pin stays as it was"
     shutil.rmtree(run_dir / "checkpoints" / "2")
     for before, after in zip(merged, leaves(load_parameters(run_dir)[2]), strict=True):
@@ -97,12 +97,12 @@ def test_a_base_that_is_not_what_it_was_is_named_before_anything_is_written(
     else:
         shutil.rmtree(own / "checkpoints" / "1")
     if fault == "overwritten":  # by a run of another seed
-        again = tiny_config(*RUN, f"run_dir={tmp_path / 'other'}", "steps=1", "init_weights_seed=7")
+        again = one_layer_config(*RUN, f"run_dir={tmp_path / 'other'}", "steps=1", "init_weights_seed=7")
         train(again, ONE)
         shutil.copytree(tmp_path / "other" / "checkpoints" / "1", own / "checkpoints" / "1")
     before = (run_dir / "config.yml").read_text()
     with pytest.raises(ConfigError, match=words) as error:
-        train(tiny_config(*RUN, f"run_dir={run_dir}", "steps=2", *lora(own)), ONE)
+        train(one_layer_config(*RUN, f"run_dir={run_dir}", "steps=2", *lora(own)), ONE)
     assert "\n" not in str(error.value) and str(own) in str(error.value)
     assert (run_dir / "config.yml").read_text() == before
 
@@ -110,9 +110,9 @@ def test_a_base_that_is_not_what_it_was_is_named_before_anything_is_written(
 def test_a_resume_that_needs_no_source_starts_without_it(base: Path, tmp_path: Path) -> None:
     (own,) = copies(tmp_path, base)
     keys = (*RUN, f"run_dir={tmp_path / 'run'}", f"load_parameters_path={own}/checkpoints/1")
-    train(tiny_config(*keys, "steps=1"), ONE)
+    train(one_layer_config(*keys, "steps=1"), ONE)
     shutil.rmtree(own)
-    train(tiny_config(*keys, "steps=2"), ONE)
+    train(one_layer_config(*keys, "steps=2"), ONE)
     pinned = newest(tmp_path / "run").origin
     assert pinned is not None and (pinned.source, pinned.step) == (f"{own}/checkpoints/1", 1)
 
@@ -125,10 +125,10 @@ def test_a_resume_of_grpo_measures_from_the_checkpoint_that_it_started_from(
     monkeypatch.setattr(Learner, "refer_to", lambda _, params: found.append(leaves(params)) or _keep(_, params))
     base, run_dir = tmp_path / "base", tmp_path / "run"
     model = ("base_num_decoder_layers=1", "max_target_length=24")
-    train(tiny_config(*RUN, *model, f"run_dir={base}", "steps=1"), ONE)
+    train(one_layer_config(*RUN, *model, f"run_dir={base}", "steps=1"), ONE)
     keys = (f"load_parameters_path={base}", "grpo_beta=0.1", "checkpoint_period=1")
     train_policy(run_dir, *keys, "steps=1")
-    train(tiny_config(*RUN, *model, f"run_dir={base}", "steps=3"), ONE)
+    train(one_layer_config(*RUN, *model, f"run_dir={base}", "steps=3"), ONE)
     train_policy(run_dir, *keys, "steps=2")
     first, again = found
     for ours, theirs in zip(first, again, strict=True):
