@@ -20,7 +20,7 @@ from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
 from maxbatch.training.update.update_config import UpdateConfig
-from tests.helpers.tiny import LENGTH, tiny_config
+from tests.helpers.tiny import LENGTH, one_layer_config
 
 ROWS = 256
 
@@ -28,7 +28,7 @@ ROWS = 256
 @cache
 def exact_noise_scale() -> float:
     """tr(covariance of the examples' gradients) / |mean gradient|^2, over all rows there are."""
-    config = tiny_config()
+    config = one_layer_config()
     graphdef, _ = abstract_model(DecoderConfig.of(config))
     params = init_state(
         UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), make_mesh(config, jax.devices()[:1]))
@@ -56,7 +56,7 @@ def exact_noise_scale() -> float:
     ],
 )
 def test_it_is_that_of_per_example_gradients(overrides: tuple[str, ...], num_devices: int, shape: BatchShape) -> None:
-    config = tiny_config(*overrides)
+    config = one_layer_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
     abstract = abstract_state(UpdateConfig.of(config), mesh)
     step, state = (

@@ -26,7 +26,7 @@ from maxbatch.training.update.balance import BalancedState
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights import local_checkpoints, shard_files
 from maxbatch.training.weights.shard_files import saved_here
-from tests.helpers.tiny import assert_same_run, read_metrics, tiny_config
+from tests.helpers.tiny import assert_same_run, one_layer_config, read_metrics
 
 ONE = jax.devices()[:1]
 STEPS, PERIOD, LOST_AT = 10, 2, 8
@@ -48,7 +48,7 @@ class EndsAt(Output):
 
 
 def config_of(folder: Path, *overrides: str) -> Any:
-    return tiny_config(
+    return one_layer_config(
         f"run_dir={folder / 'run'}", f"steps={STEPS}", "checkpoint_period=5", f"local_checkpoint_period={PERIOD}",
         f"local_checkpoint_directory={folder / 'disk'}", "global_batch_size=8", *overrides,
     )  # fmt: skip
@@ -97,7 +97,7 @@ def test_a_run_goes_on_from_its_local_checkpoint_as_if_nothing_had_happened(
     train(config_of(lost), ONE)
     said = capsys.readouterr()
     assert "resumed at step 6, sample 48, from local checkpoints" in said.out and not said.err
-    train(tiny_config(f"run_dir={tmp_path / 'whole'}", f"steps={STEPS}", "global_batch_size=8"), ONE)
+    train(one_layer_config(f"run_dir={tmp_path / 'whole'}", f"steps={STEPS}", "global_batch_size=8"), ONE)
     assert_same_run(read_metrics(lost / "run"), read_metrics(tmp_path / "whole"))
     assert len({line["compiles"] for line in read_metrics(lost / "run")[LOST_AT:]}) == 1
     assert not local_states(lost), "a run that is complete has its last checkpoint in run_dir"
@@ -317,4 +317,4 @@ def test_with_several_slices_the_second_copy_is_in_another_one() -> None:
 def test_local_checkpoints_that_a_run_cannot_have_are_refused_by_their_key(keys: list[str], line: str) -> None:
     both = ["local_checkpoint_directory=/ram", "local_checkpoint_period=5"] if "local" not in keys[0] else []
     with pytest.raises(ConfigError, match=line):
-        tiny_config(*both, *keys)
+        one_layer_config(*both, *keys)
