@@ -23,7 +23,7 @@ def run(program: str, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.runs
 def test_fuzzed_command_lines_and_damaged_files_end_as_the_contract_says() -> None:
     few = ("--lines", "60", "--files", "40", "--quick", "--workers", "1", "--longest", "60")
     run("adversary", "--seed", "5", *few)
