@@ -64,8 +64,8 @@ def without_a_pipeline() -> Any:
 @pytest.mark.parametrize(
     "overrides",
     [
-        pipelined(2, 2, 1, "ici_data_parallelism=2", "scan_layers=false"),
-        pipelined(4, 4, 1, "ici_tensor_parallelism=2", "remat_policy=full"),
+        pipelined(2, 2, 1, "ici_data_parallelism=2"),
+        pipelined(4, 4, 1, "ici_tensor_parallelism=2", "remat_policy=full", "scan_layers=false"),
         pipelined(4, 4, 2, "remat_policy=minimal"),
         pipelined(2, 8, 1, "remat_policy=custom", "decoder_layer_input=offload", "mlpwi_0=device"),
         pipelined(2, 4, 2, "ici_tensor_parallelism=2", "ici_context_parallelism=2"),

@@ -12,7 +12,7 @@ import pytest
 from maxbatch import load_model
 from maxbatch.model.experts import experts
 from maxbatch.training.pretraining import train
-from tests.helpers.tiny import SAME, UNSAVED, assert_same_run, read_metrics, tiny_config
+from tests.helpers.tiny import ONE_LAYER, SAME, UNSAVED, assert_same_run, read_metrics, tiny_config
 
 pytestmark = pytest.mark.runs
 
@@ -51,6 +51,8 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
 }
 # Those that take the form of accelerators, where shares multiply before the last product.
 ELSEWHERE = ("experts over four devices", "experts, tensor and fsdp")
+# The keys of runs by the scope of their balance loss; a pipeline of two stages is among the global ones.
+SCOPES = {"sequence": ("load_balance_scope=sequence", ONE_LAYER), "global": ("load_balance_scope=global",)}
 FIRST = ("load_balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens", "routing_fingerprint")
 
 
@@ -82,10 +84,7 @@ def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """The runs on one device in one pass, by the scope of their balance loss."""
-    return {
-        scope: run(tmp_path_factory.mktemp("whole"), "", f"load_balance_scope={scope}", UNSAVED)
-        for scope in ("sequence", "global")
-    }
+    return {scope: run(tmp_path_factory.mktemp("whole"), "", *keys, UNSAVED) for scope, keys in SCOPES.items()}
 
 
 @pytest.mark.parametrize(("layout", "scope"), [
@@ -99,12 +98,13 @@ def test_all_layouts_route_and_balance_alike_in_the_form_of_a_cpu_or_of_accelera
     computed_by = experts._computed_by
     if layout in ELSEWHERE:
         monkeypatch.setattr(experts, "_computed_by", lambda combine, platform: computed_by(combine, "gpu"))
-    found = run(tmp_path, layout, f"load_balance_scope={scope}", UNSAVED)
+    found = run(tmp_path, layout, *SCOPES[scope], UNSAVED)
     assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
     assert {name: found[0][name] for name in FIRST[2:]} == {name: expected[0][name] for name in FIRST[2:]}
     assert found[0]["dropped_tokens"] == 0
     assert found[0]["expert_choices"] == expected[0]["expert_choices"]
-    assert sum(found[0]["expert_choices"].values()) == 2 * 2 * (found[0]["loss_weight"] + 8)  # choices, layers, rows
+    layers = 1 if ONE_LAYER in SCOPES[scope] else 2
+    assert sum(found[0]["expert_choices"].values()) == 2 * layers * (found[0]["loss_weight"] + 8)  # 2 choices, 8 rows
 
 
 def test_deepseek_routes_and_balances_alike_on_all_layouts(tmp_path):
