@@ -23,10 +23,10 @@ def doing() -> str:
     return "compiling"
 
 
-def lines(records: list[dict[str, Any]], num_stages: int = 1) -> list[str]:
+def lines(records: list[dict[str, Any]], num_stages: int = 1, counted: str = "") -> list[str]:
     out = io.StringIO()
     console = Console(file=out, width=200, highlight=False)
-    with closing(RunProgress(console, 20, 0, num_stages, 10, doing)) as progression:
+    with closing(RunProgress(console, 20, 0, num_stages, 10, doing, counted)) as progression:
         for one in records:
             progression.append(one)
     return out.getvalue().splitlines()
@@ -54,7 +54,7 @@ def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
 
 
 def test_pairs_show_their_margin_and_accuracy_and_are_counted_as_pairs() -> None:
-    (line,) = lines([record(1, margin=0.25, pair_accuracy=0.625)])
+    (line,) = lines([record(1, margin=0.25, pair_accuracy=0.625)], counted="pairs")
     assert "| margin 0.250 | accuracy 62% | batch 16 pairs |" in line
 
 
