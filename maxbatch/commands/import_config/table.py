@@ -120,7 +120,7 @@ class Format:
 
     def _apply(self, t: Translation, word: str, row: Row) -> None:
         kind, _, rest = row.here.partition(" ")
-        why = _NAME.sub(lambda found: shown(t.text(found[1] or word)), row.why)
+        why = _NAME.sub(lambda found: shown(t.text(found[1] or word)) or "empty", row.why)
         if kind.startswith("@"):
             for name in row.here.replace("@", "").split():
                 if name in self.rules:
