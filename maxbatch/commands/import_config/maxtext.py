@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from maxbatch.commands.import_config.maxtext_data import translate_data
+from maxbatch.commands.import_config.maxtext_data import DATA_CONDITIONS, DATA_RULES
 from maxbatch.commands.import_config.maxtext_defaults import follows, is_default
 from maxbatch.commands.import_config.maxtext_files import presets
 from maxbatch.commands.import_config.maxtext_model import MODEL_CHOICES, MODEL_CONDITIONS, MODEL_RULES
@@ -126,8 +126,8 @@ FORMAT = Format(
     {
         **MODEL_RULES,
         **RL_RULES,
+        **DATA_RULES,
         "excuse": lambda t, _: t.excuse(is_default),
-        "data": lambda t, _: translate_data(t),
         "run_dir": _run_dir,
         "unknown_schedule": _unknown_schedule,
         "profile": _profile,
@@ -142,6 +142,7 @@ FORMAT = Format(
     {
         **MODEL_CONDITIONS,
         **RL_CONDITIONS,
+        **DATA_CONDITIONS,
         "follows": lambda _, word: follows(word),
         "has_variable": lambda t, word: "$" in t.text(word),
         "is_of_run": lambda t, word: t.text(word) in ("-1", t.text("steps")),
