@@ -9,14 +9,7 @@ from collections.abc import Mapping
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.table import Format
-from maxbatch.commands.import_config.trainer_words import (
-    TRAINER,
-    adapters,
-    length,
-    per_device_equation,
-    rates,
-    steps_of,
-)
+from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates, steps_of
 from maxbatch.commands.import_config.translation import Translation
 
 # What its prompter writes around a record.
@@ -168,7 +161,6 @@ FORMAT = Format(
         "length": lambda t, _: length(t, "num_epochs"),
         "rates": lambda t, word: rates(t, word, steps_of(t), math.floor),
         "base_model": _base_model,
-        "adapters": lambda t, _: adapters(t, "adapter" in t and t.text("adapter") == "lora", "adapter", {}),
         "sources": _sources,
         "weight": _weight,
         "loss": lambda t, word: t.map(word, dpo_algo=t.text("rl").lower()),

@@ -6,20 +6,12 @@ import math
 
 from maxbatch.commands.import_config.steps import take_dataset, take_parameters
 from maxbatch.commands.import_config.table import Format
-from maxbatch.commands.import_config.trainer_words import (
-    TRAINER,
-    adapters,
-    length,
-    per_device_equation,
-    rates,
-    steps_of,
-)
+from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates, steps_of
 from maxbatch.commands.import_config.translation import Translation
 
 # Words of TRL's DPOConfig and ORPOConfig (docs: dpo_trainer, orpo_trainer), and of its trainers of generated responses.
 _OF_PAIRS = ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "reference_free", "max_prompt_length")
 _OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generation", "temperature")
-_ADAPTERS = {"lora_r": "16", "lora_alpha": "32", "lora_dropout": "0.05"}
 
 
 def _states_pairs(t: Translation, word: str) -> bool:
@@ -54,7 +46,6 @@ FORMAT = Format(
         "length": lambda t, word: length(t, "num_train_epochs"),
         "rates": lambda t, word: rates(t, word, steps_of(t), math.ceil),
         "parameters": lambda t, word: take_parameters(t, word, t.text(word)),
-        "adapters": lambda t, word: adapters(t, t.is_true("use_peft"), "use_peft", _ADAPTERS),
         "weight": _weight,
         "dataset": _dataset,
     },

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import re
 
-from maxbatch.commands.import_config.maxtext_data import translate_data
+from maxbatch.commands.import_config.maxtext_data import DATA_CONDITIONS, DATA_RULES
 from maxbatch.commands.import_config.maxtext_defaults import follows, is_default
 from maxbatch.commands.import_config.maxtext_files import presets
 from maxbatch.commands.import_config.maxtext_model import MODEL_CHOICES, MODEL_CONDITIONS, MODEL_RULES
-from maxbatch.commands.import_config.maxtext_rl import is_rl, translate_rl
-from maxbatch.commands.import_config.prompts import without_balance
+from maxbatch.commands.import_config.maxtext_rl import RL_CONDITIONS, RL_RULES
 from maxbatch.commands.import_config.steps import take_orbax
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
@@ -126,10 +125,9 @@ FORMAT = Format(
     _equation,
     {
         **MODEL_RULES,
+        **RL_RULES,
+        **DATA_RULES,
         "excuse": lambda t, _: t.excuse(is_default),
-        "rl": lambda t, _: translate_rl(t),
-        "router": lambda t, _: without_balance(t),
-        "data": lambda t, _: translate_data(t),
         "run_dir": _run_dir,
         "unknown_schedule": _unknown_schedule,
         "profile": _profile,
@@ -143,7 +141,8 @@ FORMAT = Format(
     },
     {
         **MODEL_CONDITIONS,
-        "is_rl": lambda t, _: is_rl(t),
+        **RL_CONDITIONS,
+        **DATA_CONDITIONS,
         "follows": lambda _, word: follows(word),
         "has_variable": lambda t, word: "$" in t.text(word),
         "is_of_run": lambda t, word: t.text(word) in ("-1", t.text("steps")),

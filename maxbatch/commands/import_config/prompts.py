@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.values import shown
 from maxbatch.plan.divisors import divisors
 
 PROMPTS = "the most tokens of a prompt; a longer one is refused when the run starts"
@@ -73,14 +72,6 @@ def take_sampling(t: Translation, temperature: str, top_k: str, top_p: str) -> N
     k = t.number(top_k)
     t.map(top_k, decode_sampling_top_k="0" if k is None or k < 0 else t.text(top_k))
     t.map(top_p, decode_sampling_nucleus_p=t.text(top_p))
-
-
-def only(t: Translation, word: str, allowed: Sequence[str], needed: str, is_essential: bool = False) -> None:
-    """Takes a word that says at these values what is so here; at others it is not supported."""
-    if t.is_left(word) and t.text(word).lower() in allowed:
-        t.ignore(word, f"{shown(t.text(word)) or 'empty'}: that is so here")
-    elif t.is_left(word):
-        t.refuse(word, needed, is_essential)
 
 
 def without_balance(t: Translation) -> None:

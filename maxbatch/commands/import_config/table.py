@@ -120,7 +120,7 @@ class Format:
 
     def _apply(self, t: Translation, word: str, row: Row) -> None:
         kind, _, rest = row.here.partition(" ")
-        why = _NAME.sub(lambda found: shown(t.text(found[1] or word)), row.why)
+        why = _NAME.sub(lambda found: shown(t.text(found[1] or word)) or "empty", row.why)
         if kind.startswith("@"):
             for name in row.here.replace("@", "").split():
                 if name in self.rules:
@@ -168,11 +168,10 @@ def _names(row: Row, word: str) -> bool:
 
 def _is_one(t: Translation, name: str, values: list[str]) -> bool:
     text = t.text(name)
-    if "true" in values and t.is_true(name):
-        return True
-    return ("" if text == "empty" else text or "empty") in values or (
-        text.lower() in _FOLDED and text.lower() in values
-    )
+    if not text:
+        return "empty" in values
+    is_folded = text.lower() in _FOLDED and text.lower() in values
+    return text in values or is_folded or ("true" in values and t.is_true(name))
 
 
 def _filled(t: Translation, word: str, here: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from maxbatch.commands.import_config.table import Equation, Format
 from maxbatch.commands.import_config.translation import Translation
@@ -123,20 +123,8 @@ def _evaluation(t: Translation, word: str) -> None:
         t.map("eval_strategy", "" if strategy == "no" else "eval_interval says when", eval_interval="-1")
 
 
-def adapters(t: Translation, is_on: bool, switch: str, defaults: Mapping[str, str]) -> None:
-    """Takes LoRA, as `switch` turns it on; `defaults` are those of its words."""
-    if not is_on:
-        for word in t.left():
-            if word.startswith("lora_") and (switch == "adapter" or switch in t or word not in t):
-                t.ignore(word, f"{switch} is not on")
-            elif word.startswith("lora_"):
-                t.refuse(word, f"{switch}=true beside it", is_essential=True)
-        return
-    t.assume(defaults)
-    t.map(switch, lora_rank=t.text("lora_r"))
-    t.map("lora_r", lora_rank=t.text("lora_r"))
-    if t.text("lora_alpha"):
-        t.map("lora_alpha", lora_alpha=t.text("lora_alpha"))
+def _targets(t: Translation, _: str) -> None:
+    """Takes the modules that have adapters."""
     names = t.items("lora_target_modules")
     t.settings["lora_targets"] = "query,value"  # PEFT's where no module is stated
     if t.is_true("lora_target_linear") or names == ["all-linear"]:
@@ -148,15 +136,6 @@ def adapters(t: Translation, is_on: bool, switch: str, defaults: Mapping[str, st
     elif names:
         targets = ",".join(ours for name, ours in _TARGETS.items() if name in names)
         t.map("lora_target_modules", lora_targets=targets)
-    if (t.number("lora_dropout") or 0) > 0:
-        t.refuse("lora_dropout", "0: there is no dropout")
-    for word in t.left():
-        if word.startswith("lora_") and (word.endswith("_kernel") or word == "lora_fan_in_fan_out"):
-            t.ignore(word, "how the same is computed")
-        elif word.startswith("lora_") and t.text(word).lower() in ("", "null", "false", "0", "0.0", "[]"):
-            t.ignore(word, f"{t.text(word) or 'empty'} says nothing")
-        elif word.startswith("lora_"):
-            t.refuse(word, "adapters that are new, and that alone are trained", is_essential=True)
 
 
 def per_device_equation(p: str, g: str) -> Equation:
@@ -179,5 +158,5 @@ def _of_no_batch(t: Translation) -> tuple[str, str]:
 
 TRAINER = Format(
     "trainer", _of_no_batch,
-    {"optimizer": optimizer, "betas": betas, "seeds": seeds, "evaluation": _evaluation},
+    {"optimizer": optimizer, "betas": betas, "seeds": seeds, "evaluation": _evaluation, "targets": _targets},
 )  # fmt: skip
