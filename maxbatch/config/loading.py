@@ -219,13 +219,13 @@ def _is_base(path: AnyPath) -> bool:
 
 def _chain(path: AnyPath) -> list[_Stated]:
     """Returns the entries of the file and of the files in its `base_config` chain, the lowest first."""
-    from maxbatch.config.yaml_file import entries
-
     layers: list[_Stated] = []
     seen: list[AnyPath] = []
     while True:
         if _is_base(path):
             return layers
+        from maxbatch.config.yaml_file import entries
+
         stated = list(entries(path))
         real = path.resolve()
         if real in seen:
