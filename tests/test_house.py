@@ -28,7 +28,7 @@ WALLS = {
     "runs": set(),
     "training/update": {"AdapterConfig", "MeshConfig", "OptimizerConfig", "PreferenceConfig"},
     "training/weights": {"AdapterConfig", "ModelConfig"},
-    "huggingface/folder": {"ModelConfig"},
+    "huggingface/folder": set(),
     "huggingface/arrays": {"ModelConfig"},
     "huggingface/export": {"DataConfig", "ModelConfig"},
     "training/record": {"OptimizerConfig"},
