@@ -30,7 +30,7 @@ WALLS = {
     "training/weights": {"AdapterConfig", "ModelConfig"},
     "huggingface/folder": set(),
     "huggingface/arrays": {"ModelConfig"},
-    "huggingface/export": {"DataConfig", "ModelConfig"},
+    "huggingface/export": {"DataConfig"},
     "training/record": {"OptimizerConfig"},
     "training/compile": set(),
     "rl": {"DataConfig", "EvaluationConfig", "RLConfig"},
