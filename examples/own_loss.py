@@ -11,9 +11,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ml_collections import ConfigDict
 
 import maxbatch
+from maxbatch import Config
 
 CONFIG = [
     "dataset_type=synthetic",
@@ -28,7 +28,7 @@ Z_LOSS = 1e-4
 class GatedRecurrence(nnx.Module):
     """A recurrent language model: each state is a gated mean of the tokens so far."""
 
-    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.table = nnx.Embed(config.vocab_size, 32, rngs=rngs)
         self.gate = nnx.Linear(32, 32, rngs=rngs)
         self.out = nnx.Linear(32, config.vocab_size, rngs=rngs)

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from maxbatch.auditing.audit import Audit, audit
     from maxbatch.auditing.trainer import Layout
     from maxbatch.config.loading import load_config
+    from maxbatch.config.sections import Config
     from maxbatch.data.stream.own import Samples
     from maxbatch.data.stream.stream import Stream, open_stream
     from maxbatch.harness import evaluate
@@ -42,6 +43,7 @@ __all__ = [
     "Audit",
     "BatchFeed",
     "BatchPlan",
+    "Config",
     "ConfigError",
     "FedBatch",
     "Layout",
@@ -77,6 +79,7 @@ _HOME = {
     "Audit": "maxbatch.auditing.audit",
     "BatchFeed": "maxbatch.api",
     "BatchPlan": "maxbatch.plan.batch",
+    "Config": "maxbatch.config.sections",
     "FedBatch": "maxbatch.api",
     "Layout": "maxbatch.auditing.trainer",
     "LearningRate": "maxbatch.plan.learning_rate",

@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.config.recipes import slots_per_sample
+from maxbatch.config.sections import Config
 from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
 from maxbatch.data.stream.own import Samples, as_stream
@@ -43,7 +44,7 @@ from maxbatch.training.session import Outcome
 
 
 def train(
-    config: ConfigDict,
+    config: Config | ConfigDict,
     *,
     model: MakeModel | None = None,
     objective: Loss | None = None,
@@ -77,7 +78,7 @@ def train(
       ConfigError: the config, the data, the model, the loss, the optimizer or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
-    _check_config(config)
+    config = _resolved(config)
     check_batch_keys(PlanConfig.of(config))
     _check_outputs(outputs)
     with ExitStack() as stack:  # also of a run that is refused, or complete already
@@ -85,10 +86,14 @@ def train(
         return pretraining.train(config, devices, Parts(model, objective, optimizer, stream, loggers))
 
 
-def _check_config(config: object) -> None:
-    if not isinstance(config, ConfigDict):
+def _resolved(config: object) -> Config:
+    """Returns a config of `load_config`, or a copy of its keys in a `ConfigDict` of the user's."""
+    if isinstance(config, ConfigDict):
+        return Config.of(config)
+    if not isinstance(config, Config):
         works = f"maxbatch.load_config({config!r})" if isinstance(config, str) else "maxbatch.load_config(...)"
         raise ConfigError(f"config: must be a resolved config, not {type(config).__name__}; works: {works}")
+    return config
 
 
 def _check_outputs(outputs: object) -> None:
@@ -181,7 +186,7 @@ class BatchFeed:
 
 
 def open_feed(
-    config: ConfigDict, mesh: Mesh | None = None, *, start: int = 0, stream: Samples | Stream | None = None
+    config: Config | ConfigDict, mesh: Mesh | None = None, *, start: int = 0, stream: Samples | Stream | None = None
 ) -> BatchFeed:
     """Opens the batches that a run of this config trains on, for a loop of one's own.
 
@@ -204,7 +209,7 @@ def open_feed(
     """
     if start < 0:
         raise ValueError(f"start={start}: must be at least 0")
-    _check_config(config)
+    config = _resolved(config)
     check_batch_keys(PlanConfig.of(config))
     leave_out_absent_tpu()
     mesh = make_mesh(config) if mesh is None else mesh

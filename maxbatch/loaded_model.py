@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
 from maxbatch.config.loading import override_texts
 from maxbatch.config.recipes import Recipe
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import MeshConfig
+from maxbatch.config.sections import Config
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
@@ -85,7 +84,7 @@ class LoadedModel:
         stated = {text.split("=", 1)[0].strip() for text in overrides}
         texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(overrides)
         self._path, self._source = path, open_source(path, averaged)
-        self.config: ConfigDict = self._source.config(texts)
+        self.config: Config = self._source.config(texts)
         self._is_imported = is_huggingface_folder(path)
         self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])
         self._has_stated_length = "max_target_length" in stated
@@ -132,7 +131,7 @@ class LoadedModel:
         """
         if most_rows not in self._scorers:
             config = self._scoring
-            found = Scorer(DecoderConfig.of(config), MeshConfig.of(config), self.mesh, self.params, most_rows)
+            found = Scorer(DecoderConfig.of(config), config.mesh, self.mesh, self.params, most_rows)
             self._scorers[most_rows] = found
         return self._scorers[most_rows]
 

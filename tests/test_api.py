@@ -21,6 +21,7 @@ from ml_collections import ConfigDict
 
 import maxbatch
 from maxbatch.cli import main
+from maxbatch.config.sections import Config
 from maxbatch.data.stream.fingerprint import fingerprint
 from tests.helpers.tiny import LENGTH, read_metrics, tiny_config
 
@@ -30,7 +31,7 @@ ONE = jax.devices()[:1]
 class Bigrams(nnx.Module):
     """A model whose list of layers is not the stack of the config's own."""
 
-    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         self.table = nnx.Embed(config.vocab_size, 8, rngs=rngs)
         self.layers = nnx.List([nnx.Linear(8, 8, rngs=rngs)])
         self.out = nnx.Linear(8, config.vocab_size, rngs=rngs)
@@ -154,12 +155,12 @@ def test_load_config_takes_keys_by_name() -> None:
             maxbatch.load_config(**wrong)
 
 
-def _no_rngs(config: ConfigDict) -> Bigrams:
+def _no_rngs(config: Config) -> Bigrams:
     raise AssertionError
 
 
 class _Small(Bigrams):
-    def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
         super().__init__(ConfigDict({"vocab_size": 9}), rngs=rngs)
 
 
@@ -216,7 +217,7 @@ def test_a_loss_that_is_no_pair_of_scalars_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_with_running_statistics_is_refused(tmp_path: Path) -> None:
     class WithDropout(Bigrams):
-        def __init__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> None:
+        def __init__(self, config: Config, *, rngs: nnx.Rngs) -> None:
             super().__init__(config, rngs=rngs)
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
 

@@ -28,9 +28,9 @@ WALLS = {
     "runs": set(),
     "training/update": {"AdapterConfig", "MeshConfig", "OptimizerConfig", "PreferenceConfig"},
     "training/weights": {"AdapterConfig", "ModelConfig"},
-    "huggingface/folder": {"ModelConfig"},
+    "huggingface/folder": set(),
     "huggingface/arrays": {"ModelConfig"},
-    "huggingface/export": {"DataConfig", "ModelConfig"},
+    "huggingface/export": {"DataConfig"},
     "training/record": {"OptimizerConfig"},
     "training/compile": set(),
     "rl": {"DataConfig", "EvaluationConfig", "RLConfig"},
@@ -136,12 +136,14 @@ def _trees(room: str) -> list[ast.Module]:
 
 
 def _takers_of_the_whole_config(node: ast.AST, within: str = "") -> Iterator[str]:
-    """Yields the functions, with their classes, that have a parameter annotated ConfigDict."""
+    """Yields the functions, with their classes, that have a parameter annotated Config."""
     for child in ast.iter_child_nodes(node):
         name = f"{within}{getattr(child, 'name', '')}"
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             every = [*child.args.posonlyargs, *child.args.args, *child.args.kwonlyargs]
-            if any(argument.annotation and "ConfigDict" in ast.unparse(argument.annotation) for argument in every):
+            if any(
+                argument.annotation and re.search(r"\bConfig\b", ast.unparse(argument.annotation)) for argument in every
+            ):
                 yield name
         inner = f"{name}." if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) else within
         yield from _takers_of_the_whole_config(child, inner)

@@ -14,7 +14,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import error_width, folded, printable
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
+    from maxbatch.config.sections import Config
 
 
 def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
@@ -23,7 +23,7 @@ def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
     parser.add_argument("config", nargs="*", metavar=metavar, help="a config file, and overrides of its keys")
 
 
-def config_of(args: argparse.Namespace, default: str | None = None) -> ConfigDict:
+def config_of(args: argparse.Namespace, default: str | None = None) -> Config:
     """Returns the config of the positional arguments; warns of a ramp that nothing else mentions.
 
     Args:

@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ml_collections import ConfigDict
-
 from maxbatch.commands.arguments import count, local_path, note, place
 from maxbatch.commands.compiling import Compiled, compile_one, programs_on
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, show_time, smaller_targets
+from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, writing
 from maxbatch.system.folding import printable
@@ -56,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _smaller(config: ConfigDict, args: argparse.Namespace, target: Target) -> list[tuple[Target, BatchPlan]]:
+def _smaller(config: Config, args: argparse.Namespace, target: Target) -> list[tuple[Target, BatchPlan]]:
     """Returns the slices without 1 to `--survive` of them, and the plan on each machine.
 
     Raises:
@@ -72,7 +71,7 @@ def _smaller(config: ConfigDict, args: argparse.Namespace, target: Target) -> li
 
 
 def _compile_run(
-    config: ConfigDict, target: Target, plan: BatchPlan, folder: AnyPath, hlo: Path | None, is_json: bool
+    config: Config, target: Target, plan: BatchPlan, folder: AnyPath, hlo: Path | None, is_json: bool
 ) -> dict[str, object]:
     """Compiles the programs of a run on devices and saves them; returns the record of `--json`.
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan, expansion_factor
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.atomic_files import write_atomically
@@ -41,7 +40,7 @@ class Update(NamedTuple):
         return self.samples / (self.shape.micro_batch * self.shape.max_micro_batches)
 
 
-def programs_on(config: ConfigDict, target: Target, plan: BatchPlan) -> tuple[Programs, list[Update]]:
+def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Programs, list[Update]]:
     """Returns the programs of a run on devices, not yet lowered, and its updates."""
     from maxbatch.training.compile.ladder import largest_batch, plan_shapes
     from maxbatch.training.programs import Programs, ProgramsConfig
@@ -58,7 +57,7 @@ def compile_one(
     name: str,
     lowered: jax.stages.Lowered,
     target: Target,
-    config: ConfigDict,
+    config: Config,
     hlo: Path | None = None,
     update: Update | None = None,
 ) -> Compiled:
@@ -82,7 +81,7 @@ def compile_one(
     return Compiled(verdict, executable, modelled.of_samples(update.share) if update else modelled)
 
 
-def largest_update(config: ConfigDict, target: Target, plan: BatchPlan) -> Compiled:
+def largest_update(config: Config, target: Target, plan: BatchPlan) -> Compiled:
     """Returns the update of a run that needs the most memory, compiled for devices."""
     from maxbatch.training.programs import step_name
 

@@ -18,8 +18,7 @@ from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
+    from maxbatch.config.sections import Config
     from maxbatch.data.store.tokenizers import Tokenizer
     from maxbatch.sampling.chat import Chat
 
@@ -97,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
+def _is_chat_model(config: Config, tokenizer: Tokenizer, path: str) -> bool:
     """Returns whether a model's config states that it was trained on conversations."""
     from maxbatch.data.store.chat_prompts import chat_prompts
 
@@ -106,7 +105,7 @@ def _is_chat_model(config: ConfigDict, tokenizer: Tokenizer, path: str) -> bool:
     return config.sft_format not in _PLAIN_FORMATS and chat_prompts(tokenizer) is not None
 
 
-def _context(config: ConfigDict) -> int:
+def _context(config: Config) -> int:
     """Returns the most tokens of a conversation: a training row's, or more if the model's folder states more."""
     return min(context_length(config), max(int(config.max_target_length), _MOST_CONTEXT))
 

@@ -13,9 +13,8 @@ from maxbatch.config.values import Bounds
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
-
     from maxbatch.commands.surviving import SurvivingMachine
+    from maxbatch.config.sections import Config
     from maxbatch.plan.batch import BatchPlan, Resume
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
 
@@ -62,11 +61,10 @@ def run(args: argparse.Namespace) -> int:
     if args.topology:
         config = _take_topology(config, args)
     if recipe.is_sampled and not _may_mean_rows(args):
-        from maxbatch.config.sections import RLConfig
         from maxbatch.rl.policy_config import PromptConfig
         from maxbatch.rl.refusals import check_policy
 
-        check_policy(RLConfig.of(config), PromptConfig.of(config), config.compiled_dir)
+        check_policy(config.rl, PromptConfig.of(config), config.compiled_dir)
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
-    if recipe.is_sampled and _may_mean_rows(args):
+    if config.batch_size is not None and _may_mean_rows(args):
         from maxbatch.config.unknown import three_batches
 
         meant = three_batches(config.batch_size, args.hosts if has_hosts else None)
@@ -127,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _loaded_before(config: ConfigDict) -> Resume:
+def _loaded_before(config: Config) -> Resume:
     """Returns the hosts that wrote and loaded a checkpoint in run_dir, to which e is relative."""
     from maxbatch.config.values import exact
     from maxbatch.plan.batch import NEW_RUN, Resume
@@ -144,7 +142,7 @@ def _loaded_before(config: ConfigDict) -> Resume:
     return NEW_RUN
 
 
-def _take_topology(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
+def _take_topology(config: Config, args: argparse.Namespace) -> Config:
     """Sets the devices and hosts of the flags' slices; returns the config with the flags of its chip."""
     from maxbatch.commands.surviving import topology_machine
 
@@ -160,9 +158,7 @@ def _take_topology(config: ConfigDict, args: argparse.Namespace) -> ConfigDict:
     return config
 
 
-def _survival(
-    config: ConfigDict, args: argparse.Namespace, plan: BatchPlan, epoch: int | None
-) -> list[SurvivingMachine]:
+def _survival(config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: int | None) -> list[SurvivingMachine]:
     """Returns the rows of `--survive`."""
     from maxbatch.commands.surviving import survivors
     from maxbatch.plan.survival import Machine
@@ -180,7 +176,7 @@ def _positive(works: float) -> Callable[[str], object]:
     return real(Bounds(1e-6, 1e9), "from 1e-6 to 1e9", works)
 
 
-def _checkpoint_period(config: ConfigDict, args: argparse.Namespace) -> CheckpointPeriod | None:
+def _checkpoint_period(config: Config, args: argparse.Namespace) -> CheckpointPeriod | None:
     """Returns the checkpoint period for the flags."""
     from maxbatch.plan.checkpoint_period import period_for
     from maxbatch.runs.sessions import mean_seconds, read_sessions
@@ -210,14 +206,13 @@ def _may_mean_rows(args: argparse.Namespace) -> bool:
     return is_overridden and (path is None or not Recipe.of(load_config(path)).is_sampled)
 
 
-def _model(config: ConfigDict) -> dict[str, int]:
+def _model(config: Config) -> dict[str, int]:
     """Returns the size of the model and its cost, without adapters."""
     from maxbatch.config.matrices import active_model_size, model_size
-    from maxbatch.config.sections import ModelConfig
     from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.model.flops import model_flops_per_token
 
-    keys = ModelConfig.of(config)
+    keys = config.model
     return {
         "num_parameters": model_size(keys),
         "num_active_parameters": active_model_size(keys),
@@ -231,7 +226,7 @@ def _in_words(model: dict[str, int]) -> str:
     return f"model: {size:,} parameters{of_token}; {model['flops_per_token']:,} FLOPs per token of training"
 
 
-def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
+def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
     """Returns the samples of an epoch, if they are stated or known without reading data.
 
     The stream and NumPy are imported only if the cache does not know, which keeps a plan
@@ -255,7 +250,7 @@ def _samples_per_epoch(config: ConfigDict, stated: int | None) -> int | None:
     return stated or cached
 
 
-def _trained_tokens(config: ConfigDict, plan: BatchPlan) -> dict[str, float] | None:
+def _trained_tokens(config: Config, plan: BatchPlan) -> dict[str, float] | None:
     from maxbatch.data.stream.sources import trained_tokens_if_cached
     from maxbatch.data.stream.stream_config import StreamConfig
     from maxbatch.data.stream.trained_tokens import trained_tokens_of_update

@@ -13,7 +13,7 @@ from maxbatch.config.recipes import Recipe
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
+    from maxbatch.config.sections import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
 
 
-def _last_saved(config: ConfigDict) -> int | None:
+def _last_saved(config: Config) -> int | None:
     """Returns the newest step from which the same command would continue, or else that of the warm start.
 
     None if there is neither.

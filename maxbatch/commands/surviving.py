@@ -9,8 +9,9 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, SurvivalRow, smaller_machines, survival_row
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
     from rich.console import Console
+
+    from maxbatch.config.sections import Config
 
 
 class UpdateFigures(NamedTuple):
@@ -36,7 +37,7 @@ class SurvivingMachine(NamedTuple):
         return numbers | (self.figures._asdict() if self.figures else {})
 
 
-def topology_machine(config: ConfigDict, topology: str, num_slices: int) -> tuple[ConfigDict, Machine]:
+def topology_machine(config: Config, topology: str, num_slices: int) -> tuple[Config, Machine]:
     """Returns the config with the compiler flags of a topology's chip, and the topology's slices as numbers."""
     from maxbatch.training.compile.flags import state_flags, with_flags
     from maxbatch.training.compile.target import find_target
@@ -48,7 +49,7 @@ def topology_machine(config: ConfigDict, topology: str, num_slices: int) -> tupl
 
 
 def survivors(
-    config: ConfigDict, machine: Machine, survive: int, samples_per_epoch: int | None, topology: str | None
+    config: Config, machine: Machine, survive: int, samples_per_epoch: int | None, topology: str | None
 ) -> list[SurvivingMachine]:
     """Returns a row for the machine, and for the machine without 1 to `survive` of its parts.
 
@@ -64,7 +65,7 @@ def survivors(
     return found
 
 
-def _figures(config: ConfigDict, topology: str | None, num_slices: int) -> UpdateFigures:
+def _figures(config: Config, topology: str | None, num_slices: int) -> UpdateFigures:
     from maxbatch.commands.compiling import largest_update
     from maxbatch.commands.targets import plan_on
     from maxbatch.training.compile.target import find_target

@@ -6,10 +6,9 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ml_collections import ConfigDict
-
 from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.simulation import simulate_devices
+from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, smaller_machines
@@ -34,7 +33,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
-def config_and_target(args: argparse.Namespace) -> tuple[ConfigDict, Target]:
+def config_and_target(args: argparse.Namespace) -> tuple[Config, Target]:
     """Returns the config and the devices that the flags name; raises ConfigError if the flags contradict each other."""
     config = config_of(args)
     check_batch_keys(PlanConfig.of(config))
@@ -63,7 +62,7 @@ def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Targ
     return [(find_target(args.topology, left.num_slices), left.num_slices) for left in machines[1:]]
 
 
-def plan_on(config: ConfigDict, target: Target) -> BatchPlan:
+def plan_on(config: Config, target: Target) -> BatchPlan:
     """Returns the batch plan of a config on the mesh of devices.
 
     Raises:

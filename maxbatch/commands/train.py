@@ -12,7 +12,7 @@ from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
 if TYPE_CHECKING:
-    from ml_collections import ConfigDict
+    from maxbatch.config.sections import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
 
 
-def _try(config: ConfigDict, args: argparse.Namespace) -> int:
+def _try(config: Config, args: argparse.Namespace) -> int:
     from maxbatch.commands.simulation import simulate_devices
     from maxbatch.commands.trial_run import make_trial, try_run
 
@@ -66,7 +66,7 @@ def _try(config: ConfigDict, args: argparse.Namespace) -> int:
     return try_run(config, trial)
 
 
-def _last_saved(config: ConfigDict) -> int | None:
+def _last_saved(config: Config) -> int | None:
     """Returns the newest step from which the same command would continue; None if there is none."""
     from maxbatch.runs.position import last_saved
     from maxbatch.system.storage import as_path
@@ -82,7 +82,7 @@ def _last_saved(config: ConfigDict) -> int | None:
     return max((step for step in steps if step is not None), default=None)
 
 
-def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int, config: ConfigDict) -> int:
+def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int, config: Config) -> int:
     from maxbatch.commands.simulation import check_hosts, run_hosts
 
     num_devices = args.simulate_devices or num_hosts

@@ -12,11 +12,10 @@ import math
 import tempfile
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.recipes import Recipe
+from maxbatch.config.sections import Config
 from maxbatch.data.stream.faults import data_faults
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
@@ -55,7 +54,7 @@ class TinyRun(NamedTuple):
     keys: dict[str, Any]
     mesh: dict[str, int]  # sizes of the axes above 1
 
-    def config(self, run_dir: str) -> ConfigDict:
+    def config(self, run_dir: str) -> Config:
         """Returns its config, with every key stated in the highest layer, above the environment."""
         stated = self.keys | {"run_dir": run_dir}
         return load_config(overrides=[f"{name}={key.write(stated[name])}" for name, key in keys().items()])
@@ -66,7 +65,7 @@ class TinyRun(NamedTuple):
         return math.prod(self.mesh.values())
 
 
-def make_trial(config: ConfigDict) -> TinyRun:
+def make_trial(config: Config) -> TinyRun:
     """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two devices."""
     sizes = {axis: 2 if _is_used(config, axis) else 1 for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
@@ -80,11 +79,11 @@ def make_trial(config: ConfigDict) -> TinyRun:
     return TinyRun(stated, mesh)
 
 
-def _is_used(config: ConfigDict, axis: str) -> bool:
+def _is_used(config: Config, axis: str) -> bool:
     return any(config[axis_key(network, axis)] != 1 for network in ("ici", "dcn"))
 
 
-def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
+def _model_keys(config: Config, stages: int) -> dict[str, object]:
     """Returns model sizes that suit its pattern of layers, its stages and the pairs of its heads."""
     pattern = len(str(config.attention_type).split(","))
     layers = math.lcm(pattern, stages * int(config.num_pipeline_repeats))
@@ -109,7 +108,7 @@ def _model_keys(config: ConfigDict, stages: int) -> dict[str, object]:
     }
 
 
-def _batch_keys(config: ConfigDict, sizes: dict[str, int]) -> dict[str, object]:
+def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:
     """Returns a small batch, stated in the same form as the config's: constant, a ramp or a schedule."""
     devices = math.prod(sizes.values())
     parts = int(config.num_pipeline_microbatches)
@@ -133,7 +132,7 @@ def _batch_keys(config: ConfigDict, sizes: dict[str, int]) -> dict[str, object]:
     return stated
 
 
-def try_run(config: ConfigDict, trial: TinyRun) -> int:
+def try_run(config: Config, trial: TinyRun) -> int:
     """Trains a tiny run in a folder that is removed, looks at the real data, and returns the exit code.
 
     Raises:

@@ -17,9 +17,11 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
+    Generic,
     Literal,
     NamedTuple,
     NoReturn,
+    Protocol,
     Self,
     TypeVar,
     Union,
@@ -105,6 +107,12 @@ class Entry(NamedTuple):
     where: str  # file and line, or what else states it, for messages
 
 
+class Keyed(Protocol):
+    """Values by the names of keys: the whole config, a section that has those keys, or a mapping."""
+
+    def __getitem__(self, name: str, /) -> Any: ...
+
+
 class _Row(NamedTuple):
     """The facts of a key beside its name and its type."""
 
@@ -159,8 +167,8 @@ def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:
 
 
 @dataclass_transform(kw_only_default=True, frozen_default=True, field_specifiers=(key,))
-class Section:
-    """A part of the config: frozen, equal by its values, its fields keys or sections again.
+class Section(Mapping[str, Any]):
+    """A part of the config: frozen, a mapping of its keys, equal by its values, its fields keys or sections again.
 
     A subclass lists its fields as a dataclass does, and takes all of them by name. It is no dataclass, since compiling
     the methods of each took most of the time that importing the config needs. A room takes the sections that it may
@@ -175,8 +183,10 @@ class Section:
         rows = {name: row for name in own if isinstance(row := cls.__dict__.get(name), _Row)}
         for name in rows:
             delattr(cls, name)
-        cls._names = tuple(dict.fromkeys((*cls._names, *own)))
-        cls._declared = (*cls._declared, *(_key(name, own[name], row) for name, row in rows.items()))
+        bases = [base for base in cls.__bases__ if issubclass(base, Section)]
+        cls._names = (*(name for base in bases for name in base._names), *own)
+        declared = (_key(name, own[name], row) for name, row in rows.items())
+        cls._declared = (*(key for base in bases for key in base._declared), *declared)
 
     def __init__(self, **values: object) -> None:
         if values.keys() != set(self._names):
@@ -200,9 +210,9 @@ class Section:
         return f"{type(self).__name__}({', '.join(f'{name}={self.__dict__[name]!r}' for name in self._names)})"
 
     @classmethod
-    def of(cls, config: Mapping[str, Any] | Self) -> Self:
-        """Returns this part of a whole config or of a mapping of its keys; the part itself as it is."""
-        if isinstance(config, cls):
+    def of(cls, config: Keyed) -> Self:
+        """Returns this part of a whole config or of anything else that has its keys; the part itself as it is."""
+        if type(config) is cls:
             return config
         parts = _parts(cls)
         return cls(**{name: part.of(config) if part else config[name] for name, part in parts.items()})
@@ -225,9 +235,16 @@ class Section:
             value = getattr(value, attribute)
         return value
 
-    def items(self) -> Iterator[tuple[str, Value]]:
-        """Yields the name and the value of each key, those of inner sections included."""
-        return ((name, self[name]) for name in _places(type(self)))
+    def __iter__(self) -> Iterator[str]:
+        """Yields the names of its keys, those of inner sections included."""
+        return iter(_places(type(self)))
+
+    def __len__(self) -> int:
+        return len(_places(type(self)))
+
+    def to_dict(self) -> dict[str, Value]:
+        """Returns the values of its keys by name."""
+        return dict(self)
 
     def replaced(self, values: Mapping[str, Value]) -> Self:
         """Returns the section with other values of some keys; names that it does not hold are left out."""
@@ -236,6 +253,19 @@ class Section:
             for name, part in _parts(type(self)).items()
         }
         return type(self)(**changed)
+
+
+_S = TypeVar("_S", bound=Section)
+
+
+class PartOf(Generic[_S]):
+    """A section as an attribute of the whole config."""
+
+    def __init__(self, section: type[_S]) -> None:
+        self._section = section
+
+    def __get__(self, config: Section, owner: type) -> _S:
+        return self._section.of(config)
 
 
 @_cached

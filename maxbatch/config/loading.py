@@ -15,12 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.keys import Entry, Fixes, Key, Part
 from maxbatch.config.paths import place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
-from maxbatch.config.sections import KEYS, names_fixing, names_of
+from maxbatch.config.sections import KEYS, Config, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
@@ -79,9 +77,7 @@ def _packaged(name: str) -> Path | None:
     return names.get(name.removeprefix("configs/"))
 
 
-def load_config(
-    path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), **keys: object
-) -> ConfigDict:
+def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = (), **keys: object) -> Config:
     """Reads the config of a run.
 
     Args:
@@ -91,8 +87,9 @@ def load_config(
         statement of a key wins.
 
     Returns:
-      A locked ConfigDict with every key of base.yml. Of the keys that are alternatives, those that were not
-      stated or were displaced are None (the ramp: `enable_rampup_batch_size` is False).
+      The whole config, frozen: every key of base.yml as an attribute and as an item. Of the keys that are
+      alternatives, those that were not stated or were displaced are None (the ramp: `enable_rampup_batch_size` is
+      False).
 
     Raises:
       ConfigError: a file that cannot be read, an unknown key, a value of the wrong type or outside its rule,
@@ -102,9 +99,9 @@ def load_config(
     return config_from(resolve(path, stated))
 
 
-def config_from(settings: Mapping[str, Setting]) -> ConfigDict:
-    """Returns the locked config of `resolve`'s settings."""
-    return ConfigDict({name: setting.value for name, setting in settings.items()}).lock()
+def config_from(settings: Mapping[str, Setting]) -> Config:
+    """Returns the config of `resolve`'s settings."""
+    return Config.of(_values(settings))
 
 
 def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
@@ -173,7 +170,7 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
     return {name: settings[name] for name in keys()}
 
 
-def dump_config(config: ConfigDict) -> str:
+def dump_config(config: Config) -> str:
     """Returns the config as YAML that `load_config` reads back as an equal config."""
     from maxbatch.config.yaml_file import quoted
 
@@ -222,13 +219,13 @@ def _is_base(path: AnyPath) -> bool:
 
 def _chain(path: AnyPath) -> list[_Stated]:
     """Returns the entries of the file and of the files in its `base_config` chain, the lowest first."""
-    from maxbatch.config.yaml_file import entries
-
     layers: list[_Stated] = []
     seen: list[AnyPath] = []
     while True:
         if _is_base(path):
             return layers
+        from maxbatch.config.yaml_file import entries
+
         stated = list(entries(path))
         real = path.resolve()
         if real in seen:

@@ -11,23 +11,15 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, Self
+from typing import Self
 
-from maxbatch.config.keys import Section
+from maxbatch.config.keys import Keyed, Section
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import Value
 from maxbatch.system.errors import ConfigError
 
 _TEXT = "text"  # the kind where no key chooses another
 _ROOM = "maxbatch.recipes"
-
-
-class Keyed(Protocol):
-    """Values by the names of keys: a mapping, or a section that has those keys."""
-
-    def __getitem__(self, name: str, /) -> Any: ...
-
-
 Fault = Callable[..., ConfigError]  # of a key, a rule and the nearest value
 
 

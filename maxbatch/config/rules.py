@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
-from maxbatch.config.keys import Key, Part
+from maxbatch.config.keys import Key, Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import is_mixture_file
-from maxbatch.config.recipes import Keyed, Recipe, check_kind
+from maxbatch.config.recipes import Recipe, check_kind
 from maxbatch.config.sections import READY_TASKS, customised_tensors, names_of
 from maxbatch.config.values import Value, in_runs, in_tokens, shown
 from maxbatch.system.errors import ConfigError

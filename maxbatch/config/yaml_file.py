@@ -11,7 +11,8 @@ import yaml
 from maxbatch.config.keys import Entry
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import shown, shown_path
-from maxbatch.system.bounded import compose_yaml, read_text
+from maxbatch.system.bounded import read_text
+from maxbatch.system.bounded_yaml import compose_yaml
 from maxbatch.system.errors import ConfigError, TrainingError, reason
 from maxbatch.system.storage import AnyPath
 

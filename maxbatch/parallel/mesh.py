@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import Config
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
 from maxbatch.plan.plan_config import PlanConfig
 
@@ -33,7 +33,7 @@ def must_take_turns(devices: Sequence[jax.Device]) -> bool:
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
-def mesh_shape(config: ConfigDict | PlanConfig, devices: Sequence[jax.Device]) -> MeshShape:
+def mesh_shape(config: Config | PlanConfig, devices: Sequence[jax.Device]) -> MeshShape:
     """Returns the axis sizes of a run's mesh; a run builds them once and passes them on.
 
     Raises:
@@ -87,7 +87,7 @@ def lay_out_again(shape: MeshShape, mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices.reshape(tuple(shape.sizes.values())), tuple(shape.sizes), axis_types=mesh.axis_types)
 
 
-def make_mesh(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of a config: `mesh_shape`, laid out over the devices (by default all of them)."""
     devices = jax.devices() if devices is None else devices
     return lay_out(mesh_shape(config, devices), devices)

@@ -11,8 +11,7 @@ import math
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import Config
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.experts import ExpertGroups
@@ -119,7 +118,7 @@ class BatchPlan:
     @classmethod
     def from_config(
         cls,
-        config: ConfigDict | PlanConfig,
+        config: Config | PlanConfig,
         num_devices: int = 1,
         num_hosts: int = 1,
         *,
@@ -150,7 +149,7 @@ class BatchPlan:
     @classmethod
     def on_mesh(
         cls,
-        config: ConfigDict | PlanConfig,
+        config: Config | PlanConfig,
         shape: MeshShape,
         num_hosts: int = 1,
         *,

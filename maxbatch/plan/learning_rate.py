@@ -8,9 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-from ml_collections import ConfigDict
-
-from maxbatch.config.sections import RatesConfig
+from maxbatch.config.sections import Config, RatesConfig
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.rate_shape import rate_shape, warm_up_end
@@ -32,7 +30,7 @@ class LearningRate(NamedTuple):
     @classmethod
     def from_config(
         cls,
-        config: ConfigDict | PlanConfig,
+        config: Config | PlanConfig,
         manager: RampupBatchManager | None = None,
         *,
         num_devices: int = 1,

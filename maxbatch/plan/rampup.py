@@ -17,8 +17,7 @@ from collections.abc import Iterator, Mapping
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import Config
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, split_stages
@@ -90,7 +89,7 @@ class RampupBatchManager:
     @classmethod
     def from_config(
         cls,
-        config: ConfigDict | PlanConfig,
+        config: Config | PlanConfig,
         num_devices: int = 1,
         *,
         num_slices: int = 1,
@@ -115,7 +114,7 @@ class RampupBatchManager:
 
     @classmethod
     def from_state(
-        cls, config: ConfigDict | PlanConfig, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
+        cls, config: Config | PlanConfig, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
     ) -> RampupBatchManager:
         """Plans the rest of a run from a state of `state_at`; the keywords are those of `from_config`."""
         return cls.from_config(config, num_devices, anchor=(state["step"], state["samples_seen"]), **keywords)

@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import TypeVar
 
-from maxbatch.config.keys import Section
-from maxbatch.config.recipes import Keyed
+from maxbatch.config.keys import Keyed, Section
 from maxbatch.config.values import Number, Value, exact, plain_number, shown
 from maxbatch.system.errors import ConfigError
 

@@ -6,12 +6,11 @@ import textwrap
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxbatch.config.sections import OptimizerConfig
+from maxbatch.config.sections import Config, OptimizerConfig
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.plan_config import PlanConfig
@@ -135,7 +134,7 @@ def equation(plan: BatchPlan) -> str:
     return line
 
 
-def render_plan(plan: BatchPlan, config: ConfigDict, model: str, console: Console) -> None:
+def render_plan(plan: BatchPlan, config: Config, model: str, console: Console) -> None:
     """Prints the whole plan: the equation, the model, every number by the name it has in JSON, the ramp, the rates."""
     console.print(Text(equation(plan), style="bold"))
     console.print(Text(model), soft_wrap=True)

@@ -12,9 +12,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
-from maxbatch.config.sections import RLConfig
+from maxbatch.config.sections import Config
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -33,13 +32,13 @@ from maxbatch.training.update.update_config import UpdateConfig
 class Learner:
     """Trains on pairs, chunk by chunk, on the mesh of the devices that train."""
 
-    def __init__(self, config: ConfigDict, mesh: Mesh) -> None:
+    def __init__(self, config: Config, mesh: Mesh) -> None:
         keys = UpdateConfig.of(config)
         self.abstract = abstract_state(keys, mesh)  # shapes and shardings of the state
         self._reference: State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
-        accumulation = Accumulation(keys, mesh, policy_objective(RLConfig.of(config)))
+        accumulation = Accumulation(keys, mesh, policy_objective(config.rl))
 
         def begin(params: State, frozen: State | None, pairs: Pairs) -> tuple[Sums, jax.Array]:
             staged = accumulation.staged(params, frozen)

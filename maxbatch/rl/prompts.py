@@ -13,11 +13,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import DataConfig, names_fixing
+from maxbatch.config.sections import Config, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import ConversationError
@@ -110,7 +109,7 @@ class PromptSource:
         than `max_prefill_predict_length`.
     """
 
-    def __init__(self, config: ConfigDict):
+    def __init__(self, config: Config):
         self._config = PromptConfig.of(config)
         check_type(self._config.dataset_type)
         if read_mixture(StreamConfig.of(config)) is not None:
@@ -151,7 +150,7 @@ class PromptSource:
             "held_out": self._fraction.rule,
         }
         if trains:
-            identity |= order_identity(DataConfig.of(config))
+            identity |= order_identity(config)
         if ends := end_tokens(config.load_parameters_path):
             identity[END_TOKENS] = str(ends)
         is_shuffled = trains and config.enable_data_shuffling
@@ -179,7 +178,7 @@ class PromptText:
         self.template = Template(config.prompt_template)
         self.tokenizer: Tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
         check_vocabulary(config, self.tokenizer.vocab_size)
-        check_special_tokens(DataConfig.of(config), self.tokenizer)
+        check_special_tokens(config, self.tokenizer)
         self._bos = np.array([self.tokenizer.bos_id] if config.add_bos else [], np.int32)
 
     @cached_property
@@ -270,7 +269,7 @@ def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
     """Returns the name of a dataset in messages, and its records as JSON, b"" for those that are left out."""
     if task := TASKS.get(config.dataset_type):
         return f"dataset_type={config.dataset_type}", map(record_as_json, task.records())
-    source = DocumentSource.from_config(DataConfig.of(config), key, whole_records=True)
+    source = DocumentSource.from_config(config, key, whole_records=True)
 
     def records() -> Iterator[bytes]:
         for document in source.documents():

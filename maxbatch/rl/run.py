@@ -12,9 +12,8 @@ from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from typing import NamedTuple
 
 import jax
-from ml_collections import ConfigDict
 
-from maxbatch.config.sections import EvaluationConfig, RLConfig
+from maxbatch.config.sections import Config
 from maxbatch.parallel.hosts import broadcast, warn
 from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices, share_out
 from maxbatch.parallel.trees import State
@@ -47,7 +46,7 @@ from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
 
 
-def train_policy(config: ConfigDict, devices: Sequence[jax.Device] | None = None) -> Outcome:
+def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) -> Outcome:
     """Trains a policy by a config with a `batch_size`; resumes from the newest checkpoint of `run_dir`.
 
     Raises:
@@ -86,7 +85,7 @@ class PolicyTraining:
 
     def __init__(self, context: RunContext) -> None:
         self._context, self._config = context, context.config
-        config = RLConfig.of(context.config)
+        config = context.config.rl
         check_policy(config, PromptConfig.of(context.config), context.config.compiled_dir)
         self._rewards = context.stack.enter_context(Rewards(config))
         self._timeline = context.stack.enter_context(Timeline())
@@ -214,11 +213,11 @@ class PolicyTraining:
         state = self._state(restored)
         if config.grpo_beta:
             self._learner.refer_to(first_parameters(context, abstract))
-        period = RLConfig.of(config).transcript_period
+        period = config.rl.transcript_period
         transcripts = Transcripts(context.folder, context.board, start.position.step, period)
         self._transcripts = context.stack.enter_context(closing(transcripts))
         if self._held_out:
-            evaluation = EvaluationConfig.of(config)
+            evaluation = config.evaluation
             self._evaluator = open_evaluator(
                 evaluation, self._rollout, self._held_out, start.plan, self._sampling_mesh, self._rewards
             )

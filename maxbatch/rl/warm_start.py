@@ -10,9 +10,9 @@ import random
 from collections.abc import Iterator
 
 import jax
-from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
+from maxbatch.config.sections import Config
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
@@ -29,7 +29,7 @@ from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
 
 
-def warm_up(config: ConfigDict, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
+def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
     """Trains on worked examples, or resumes doing so; returns None if the config has no warm start.
 
     Each update takes as many documents as a batch of reinforcement learning has pairs.
@@ -70,12 +70,12 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
         yield f"{template.fill(record, 'a worked example')}{task.worked_answer(record, draw)}"
 
 
-def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: str) -> ConfigDict:
+def pretraining(config: Config, batch: RLBatch, folder: AnyPath, documents: str) -> Config:
     """Returns the config of the warm start: the same model and devices, a document a row."""
-    changed = ConfigDict(config.to_dict())
-    changed.update({name: key.read(key.default) for name, key in keys().items() if not key.warm_start})
-    changed.update(
-        {
+    defaults = {name: key.read(key.default) for name, key in keys().items() if not key.warm_start}
+    return config.replaced(
+        defaults
+        | {
             "batch_size": None,
             "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
             "gradient_accumulation_steps": None,
@@ -92,7 +92,6 @@ def pretraining(config: ConfigDict, batch: RLBatch, folder: AnyPath, documents: 
             "sampler_devices_fraction": 1,
         }
     )
-    return changed.lock()
 
 
 def warm_start_folder(run_dir: str) -> str:

@@ -89,7 +89,7 @@ class MetricsLog(StepLog):
 
     def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:
         self._samples_seen, self._warn = samples_seen, warn
-        self._is_branch = (folder.path / "branch.json").exists()  # which began at another run's checkpoint
+        self._is_fork = folder.is_fork
         super().__init__(folder, _NAME, step)
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
@@ -99,7 +99,7 @@ class MetricsLog(StepLog):
             if record and not _wrong_field(record):
                 found[record["step"]].append((line, record))
         kept, sure, before = [], set(), {"step": 0, "samples_seen": 0}
-        start = min(found, default=step + 1) if self._is_branch else 1
+        start = min(found, default=step + 1) if self._is_fork else 1
         for number in sorted(number for number in found if start <= number <= step):
             sound = [one for one in found[number] if self._agrees(one[1], before, step)]
             if len(sound) == len(found[number]) == 1:

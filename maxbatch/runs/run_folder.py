@@ -19,6 +19,7 @@ from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
 SESSIONS_FILE = "sessions.jsonl"
+FORK_FILE = "branch.json"  # of a run that began at another run's checkpoint
 _FILES = (
     LOCK_FILE,
     RUN_FILE,
@@ -58,6 +59,11 @@ class RunFolder:
             except BaseException:
                 self._hold.close()
                 raise
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether the run began at another run's checkpoint."""
+        return (self.path / FORK_FILE).exists()
 
     def check(self) -> None:
         """Raises LeaseLost if another process may have taken over the folder."""

@@ -1,7 +1,7 @@
 """Bounds for files that others wrote: size, depth, expansion and range of numbers, each with a message of its own.
 
-Every reader of JSON, YAML or text from outside uses these functions. A file beyond a bound is refused before it costs
-more memory or time than the bound allows.
+Every reader of JSON or text from outside uses these functions, and readers of YAML those of `bounded_yaml`. A file
+beyond a bound is refused before it costs more memory or time than the bound allows.
 """
 
 from __future__ import annotations
@@ -10,10 +10,8 @@ import json
 import math
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
-
-import yaml
 
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.remote_path import RemotePath
@@ -24,9 +22,6 @@ MOST_DEPTH = 100  # of lists and mappings in one another
 # An empty list takes three bytes of JSON and some seventy of memory.
 _MOST_JSON_VALUES = 5_000_000
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-# PyYAML composes about 20,000 nodes a second.
-MOST_YAML_NODES = 50_000
-MOST_YAML_CHARACTERS = 1 << 20  # a second of its scanner
 _MOST_DIGITS = 300  # a number of more overflows a float
 
 
@@ -47,7 +42,7 @@ def read_bytes(path: AnyPath, what: str, most: int) -> bytes:
       OSError: the system does not read it.
     """
     if isinstance(path, RemotePath):
-        _check_size(path.stat().st_size, what, most)
+        check_size(path.stat().st_size, what, most)
         content = path.read_bytes()
     else:
         mode = path.stat().st_mode
@@ -55,7 +50,7 @@ def read_bytes(path: AnyPath, what: str, most: int) -> bytes:
             raise RefusedContent(f"{what}: must be a regular file")
         with path.open("rb") as file:
             content = file.read(most + 1)
-    _check_size(len(content), what, most)
+    check_size(len(content), what, most)
     return content
 
 
@@ -67,7 +62,7 @@ def read_text(path: AnyPath, what: str, most: int) -> str:
         raise RefusedContent(f"{what}: is not UTF-8 text (byte {error.start})") from None
 
 
-def _check_size(size: int, what: str, most: int) -> None:
+def check_size(size: int, what: str, most: int) -> None:
     if size > most:
         raise RefusedContent(f"{what}: is larger than {_size(most)}, the most that is read")
 
@@ -101,7 +96,7 @@ def read_json(
       OSError: the system does not read the file.
     """
     content = source if isinstance(source, bytes | str) else read_bytes(source, what, most_bytes)
-    _check_size(len(content), what, most_bytes)
+    check_size(len(content), what, most_bytes)
     if _values(content) > _MOST_JSON_VALUES:
         raise RefusedContent(f"{what}: {TOO_MANY_VALUES}")
     try:
@@ -113,11 +108,11 @@ def read_json(
             object_pairs_hook=_unique if unique else None,
         )
     except RecursionError:
-        raise RefusedContent(_too_deep(what, most_depth)) from None
+        raise RefusedContent(too_deep(what, most_depth)) from None
     except ValueError as error:
         raise RefusedContent(f"{what}: is not JSON ({error})") from None
     if not _is_within(value, most_depth):
-        raise RefusedContent(_too_deep(what, most_depth))
+        raise RefusedContent(too_deep(what, most_depth))
     if _counter(content)("\\u") and not _is_text(value):
         raise RefusedContent(f"{what}: a text in it has half of a surrogate pair, which is no character")
     return value
@@ -142,7 +137,7 @@ def _counter(content: bytes | str) -> Callable[[str], int]:
     return content.count if isinstance(content, str) else lambda character: content.count(character.encode())
 
 
-def _too_deep(what: str, most_depth: int) -> str:
+def too_deep(what: str, most_depth: int) -> str:
     return f"{what}: is nested more than {most_depth} deep, the most that is read"
 
 
@@ -193,76 +188,3 @@ def _is_within(value: object, most_depth: int) -> bool:
 
 def _inner(value: object) -> Iterable[object]:
     return value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-
-
-def compose_yaml(
-    text: str,
-    what: str,
-    *,
-    most_characters: int = MOST_YAML_CHARACTERS,
-    most_depth: int = MOST_DEPTH,
-    most_nodes: int = MOST_YAML_NODES,
-) -> yaml.Node | None:
-    """Returns a YAML text as a tree of nodes, None for an empty one. Aliases share nodes, and no tree is endless.
-
-    Args:
-      text: the YAML.
-      what: names it in messages.
-      most_characters: bound on its length.
-      most_depth: bound on lists and mappings in one another.
-      most_nodes: bound on values and keys once every alias is replaced by its anchor's content.
-
-    Raises:
-      RefusedContent: it is beyond a bound, or an alias refers to a node around it.
-      yaml.YAMLError: it is no YAML.
-    """
-    _check_size(len(text), what, most_characters)
-    loader = _Composer(text, what, most_depth, most_nodes)
-    try:
-        root = loader.get_single_node()
-    finally:
-        loader.dispose()
-    if root is not None and _expanded(root, what, {}) > most_nodes:
-        raise RefusedContent(f"{what}: expands by its aliases to more than {most_nodes:,} values, the most read")
-    return root
-
-
-class _Composer(yaml.SafeLoader):
-    """PyYAML's composer, which stops at the bounds on depth and nodes."""
-
-    def __init__(self, text: str, what: str, most_depth: int, most_nodes: int) -> None:
-        super().__init__(text)
-        self._what, self._most_depth, self._most_nodes = what, most_depth, most_nodes
-        self._depth = self._nodes = 0
-
-    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Returns the next node, as PyYAML composes it."""
-        self._nodes += 1
-        self._depth += 1
-        if self._depth > self._most_depth + 1:
-            raise RefusedContent(_too_deep(self._what, self._most_depth))
-        if self._nodes > self._most_nodes:
-            raise RefusedContent(f"{self._what}: holds more than {self._most_nodes:,} values, the most that are read")
-        node: yaml.Node | None = super().compose_node(parent, index)
-        self._depth -= 1
-        return node
-
-
-def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
-    """Returns the nodes of a tree, those below an alias once for each; `sizes` holds None for nodes under way."""
-    if id(node) in sizes:
-        size = sizes[id(node)]
-        if size is None:
-            raise RefusedContent(f"{what}: an alias refers to a value that holds it, so that it never ends")
-        return size
-    sizes[id(node)] = None
-    size = 1 + sum(_expanded(child, what, sizes) for child in _children(node))
-    sizes[id(node)] = size
-    return size
-
-
-def _children(node: yaml.Node) -> Iterator[yaml.Node]:
-    if isinstance(node, yaml.MappingNode):
-        yield from (part for pair in node.value for part in pair)
-    elif isinstance(node, yaml.SequenceNode):
-        yield from node.value

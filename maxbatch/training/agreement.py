@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 
 import jax
-from ml_collections import ConfigDict
 
 from maxbatch.config.pins import facts_of
+from maxbatch.config.sections import Config
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, gather, is_first
 from maxbatch.runs.run_folder import RunFolder
@@ -33,7 +33,7 @@ _JAX_SETTINGS = (
 _OF_A_PLACE = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags that shape no program
 
 
-def check_same_start(config: ConfigDict, command: str, given: Mapping[str, str]) -> None:
+def check_same_start(config: Config, command: str, given: Mapping[str, str]) -> None:
     """Checks that all hosts start the same command with the same config, versions and devices.
 
     Args:

@@ -18,9 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
-from ml_collections import ConfigDict
 
-from maxbatch.config.sections import ModelConfig, OptimizerConfig
+from maxbatch.config.sections import Config, ModelConfig, OptimizerConfig
 from maxbatch.data.feed.placement import TokenRows
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
@@ -49,7 +48,7 @@ class Rows(NamedTuple):
 class MakeModel(Protocol):
     """A user's model: a class of `flax.nnx.Module`, or a function that makes one, whose variables are `nnx.Param`."""
 
-    def __call__(self, config: ConfigDict, *, rngs: nnx.Rngs) -> Any:
+    def __call__(self, config: Config, *, rngs: nnx.Rngs) -> Any:
         """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
 
 
@@ -140,7 +139,7 @@ def _naming(part: str) -> Iterator[None]:
         raise
 
 
-def module_maker(model: MakeModel, config: ConfigDict) -> ModelMaker:
+def module_maker(model: MakeModel, config: Config) -> ModelMaker:
     """Returns a user's model as a function of the random numbers alone.
 
     Raises:

@@ -10,11 +10,10 @@ from typing import NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch.config.loading import keys
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import AdapterConfig, EvaluationConfig, ModelConfig, OptimizerConfig
+from maxbatch.config.sections import Config, OptimizerConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
@@ -61,7 +60,7 @@ CONFIGURED = Parts()  # all of it the config's
 
 
 def train(
-    config: ConfigDict,
+    config: Config,
     devices: Sequence[jax.Device] | None = None,
     parts: Parts = CONFIGURED,
     task: type[Pretraining] | None = None,
@@ -132,7 +131,7 @@ class Pretraining:
         make_model = module_maker(parts.model, config) if parts.model else None
         self._own_optimizer = optimizer_maker(parts.optimizer, OptimizerConfig.of(config))
         self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, self._own_optimizer)
-        own_objective = objective_of(parts.objective, make_model, ModelConfig.of(config))
+        own_objective = objective_of(parts.objective, make_model, config.model)
         self._objective = own_objective or self._recipe.objective(config)
         self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
         self.data = self._agree_on_data()
@@ -150,7 +149,7 @@ class Pretraining:
 
     def _open_tasks(self) -> Tasks | None:
         """Returns the tasks that evals score; None if the config states none."""
-        stated = EvaluationConfig.of(self._context.config)
+        stated = self._context.config.evaluation
         if not stated.eval_tasks:
             return None
         if self._parts.model or self._parts.stream:
@@ -269,7 +268,7 @@ class Pretraining:
         assert plan.total_samples is not None, "data that are here have known epochs"
         # The first epoch has every sample; the sources of a mixture have epochs of their own.
         last = min(plan.total_samples, self.data.samples_per_epoch or plan.total_samples)
-        bounds = EvaluationConfig.of(self._context.config)
+        bounds = self._context.config.evaluation
         last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
         held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out is not None else None))
         is_other = held_out != known.held_out  # other samples, or a file made before it stated them
@@ -347,7 +346,7 @@ class Pretraining:
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
         if self.abstract.frozen is not None:
-            self._merging = compile_merging(AdapterConfig.of(self._context.config), self.abstract)
+            self._merging = compile_merging(self._context.config.adapters, self.abstract)
         self._evaluator = self._open_evaluator(start.plan.eval_batch_size)
         self.evaluates = self.has_eval_loss or self._tasks is not None
         if self._answers and self._evaluator and is_first():
@@ -389,7 +388,7 @@ class Pretraining:
         if not num_rows:
             return None
         self._answers = self._open_answers(held_out) if self._recipe.answers_evals else None
-        update, bounds = UpdateConfig.of(config), EvaluationConfig.of(config)
+        update, bounds = UpdateConfig.of(config), config.evaluation
         return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
 
     def step(self, state: TrainState, batch: StagedBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.pins import THE_BATCH, THE_CUT, changed_since, read_written, states_batch
+from maxbatch.config.sections import Config
 from maxbatch.config.values import Value
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.runs.devices import read_devices
@@ -15,7 +14,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
 
-def changes_since(run_dir: AnyPath, config: ConfigDict, plan: BatchPlan, samples_seen: int) -> list[str]:
+def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_seen: int) -> list[str]:
     """Returns lines on what changes with this start of a run; none where nothing does.
 
     Args:
@@ -53,7 +52,7 @@ def _plan_before(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan)
     if plan.rl is not None or not used:
         return None
     last = used[-1]
-    stated, epoch = ConfigDict(dict(before)), plan.samples_per_epoch
+    stated, epoch = Config.of(before), plan.samples_per_epoch
     try:
         return BatchPlan.from_config(
             stated, last.num_devices, last.num_hosts, num_slices=last.num_slices, samples_per_epoch=epoch

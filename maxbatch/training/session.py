@@ -15,11 +15,10 @@ from typing import Generic, NamedTuple
 
 import jax
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch.config.loading import dump_config
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import Config
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import is_first, warn
@@ -117,7 +116,7 @@ class RunContext:
       ConfigError: the folder or a logger cannot be used; nothing is written before.
     """
 
-    def __init__(self, config: ConfigDict, devices: Sequence[jax.Device], stack: ExitStack) -> None:
+    def __init__(self, config: Config, devices: Sequence[jax.Device], stack: ExitStack) -> None:
         self.config, self.devices, self.stack = config, devices, stack
         use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
         if is_first():
@@ -147,7 +146,7 @@ class RunContext:
           abstract_params: shapes and shardings of the model's parameters.
         """
         if self._read_parameters is None and (source := self.origin.source()):
-            self._read_parameters = open_parameters(source, ModelConfig.of(self.config), abstract_params)
+            self._read_parameters = open_parameters(source, self.config.model, abstract_params)
         return self._read_parameters
 
 

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch.cli import main
 from maxbatch.commands.data import add_arguments, run
 from maxbatch.config.loading import dump_config
+from maxbatch.config.sections import Config
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
 from tests.helpers.corpus import LENGTH, jsonl_config, some_texts
@@ -22,11 +22,11 @@ TEXTS = ["first one", "\x1b[2Jżółw", "x" * 40]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ConfigDict:
+def config(tmp_path: Path) -> Config:
     return jsonl_config(tmp_path / "a.jsonl", TEXTS, "enable_data_shuffling=false")
 
 
-def printed(capsys: pytest.CaptureFixture[str], config: ConfigDict, *flags: str) -> str:
+def printed(capsys: pytest.CaptureFixture[str], config: Config, *flags: str) -> str:
     parser = argparse.ArgumentParser()
     add_arguments(parser)
     Path("stated.yml").write_text(dump_config(config))
@@ -92,7 +92,7 @@ def test_samples_as_json_are_one_object_a_line(config, capsys) -> None:
     assert all(len(records[0][name]) == LENGTH for name in ("tokens", "segments", "weights"))
 
 
-def mixture(tmp_path: Path) -> ConfigDict:
+def mixture(tmp_path: Path) -> Config:
     jsonl_config(tmp_path / "a.jsonl", TEXTS)
     jsonl_config(tmp_path / "b.jsonl", ["other"])
     (tmp_path / "mix.yml").write_text("'[red]web': {path: a.jsonl, weight: 3}\nrest: {path: b.jsonl, weight: 1}\n")
@@ -154,7 +154,7 @@ def test_bad_numbers_are_refused_in_one_line(config, capsys, flags: list[str], m
     assert message in said and said.count("\n") == 1
 
 
-def shell(config: ConfigDict, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
+def shell(config: Config, command: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """`maxbatch data` on the config's file in bash, with `pipefail`."""
     line = f"{sys.executable} -m maxbatch data dataset_type=jsonl dataset_path={config.dataset_path} {command}"
     return subprocess.run(

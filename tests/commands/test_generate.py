@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.commands.generate import add_arguments, run
+from maxbatch.config.sections import Config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
@@ -38,9 +38,7 @@ TOKENIZER = ByteTokenizer()
 RANDOM = nnx.state(Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
-def text(
-    params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, config: ConfigDict = CONFIG, **rules: Any
-) -> str:
+def text(params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, config: Config = CONFIG, **rules: Any) -> str:
     rules = {"temperature": 1.0, "max_new_tokens": n} | rules
     return generate_text(params, TOKENIZER, prompt, TextConfig.of(config), SamplingRules(**rules))
 

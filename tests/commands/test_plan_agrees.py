@@ -7,12 +7,12 @@ import random
 import shlex
 
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.commands import plan as plan_command
 from maxbatch.config.rules import check_vocabulary
+from maxbatch.config.sections import Config
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -63,7 +63,7 @@ VALUES = {
 }
 
 
-def checks_of_train(config: ConfigDict, devices: int, hosts: int) -> None:
+def checks_of_train(config: Config, devices: int, hosts: int) -> None:
     """What `train` (`rl` for a batch of prompts) asks of a config and its devices before it opens a file."""
     if config.batch_size is None:
         check_batch_keys(PlanConfig.of(config))

@@ -5,14 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch.cli import main
 from maxbatch.commands.trial_run import make_trial
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import configs_dir, load_config
 from maxbatch.config.matrices import model_size
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import Config, ModelConfig
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.plan.batch import BatchPlan
 from tests.helpers.tiny import TINY_RUN
@@ -29,7 +28,7 @@ FORMS = {
 }
 
 
-def trial_config(config: ConfigDict) -> tuple[ConfigDict, int]:
+def trial_config(config: Config) -> tuple[Config, int]:
     trial = make_trial(config)
     return trial.config("run"), trial.num_devices
 

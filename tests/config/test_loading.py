@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 import shlex
 import shutil
@@ -9,8 +10,9 @@ from fractions import Fraction
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
-from maxbatch import load_config
+from maxbatch import BatchPlan, load_config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import configs_dir, dump_config, keys, resolve
 from maxbatch.config.sections import names_fixing
@@ -111,6 +113,21 @@ def test_the_value_that_works_is_the_nearest_or_the_default(override: str, works
 
 
 # --- layers -------------------------------------------------------------------------------------------------
+
+
+def test_a_config_is_a_frozen_mapping_with_the_sections_of_its_keys() -> None:
+    config = load_config(steps=3)
+    assert config.steps == config["steps"] == dict(config)["steps"] == pickle.loads(pickle.dumps(config)).steps == 3
+    assert list(config) == list(keys()) and config.model.items() <= config.items()
+    with pytest.raises(AttributeError, match="steps: a Config is frozen"):
+        config.steps = 4  # type: ignore[misc]
+    assert config.replaced({"steps": 4}) == load_config(steps=4) != config
+
+
+def test_a_config_dict_of_a_users_is_planned_as_the_config_that_it_holds() -> None:
+    config = load_config(global_batch_size=64)
+    plans = [BatchPlan.from_config(one, num_devices=8).to_dict() for one in (config, ConfigDict(config.to_dict()))]
+    assert plans[0] == plans[1]
 
 
 def test_each_layer_wins_over_the_ones_below(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

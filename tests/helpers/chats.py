@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.config.sections import Config
 from tests.helpers.corpus import WORDS, write_jsonl
 
 CHATML = (
@@ -58,7 +58,7 @@ def some_talks(count: int, seed: int = 0) -> list[dict[str, Any]]:
     return [talk(*(words((4, 12)[i % 2]) for i in range(2 * rng.integers(1, 4)))) for _ in range(count)]
 
 
-def chat_config(folder: Path, records: Sequence[Mapping[str, Any]] | None, *overrides: str) -> ConfigDict:
+def chat_config(folder: Path, records: Sequence[Mapping[str, Any]] | None, *overrides: str) -> Config:
     """A config that trains on the conversations of `folder/chats.jsonl`, with the tokenizer of `folder/tokenizer`."""
     if records is not None:
         write_jsonl(folder / "chats.jsonl", records)

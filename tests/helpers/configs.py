@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.sections import Config
 
 
 def write(path: Path, text: str) -> Path:
@@ -16,7 +16,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-def config_of(*overrides: str) -> ConfigDict:
+def config_of(*overrides: str) -> Config:
     return load_config(overrides=overrides)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import grain
 import numpy as np
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.config.sections import Config
 from maxbatch.data.stream.reader import Order, RowBlocks
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.stream import Stream
@@ -32,7 +32,7 @@ def write_jsonl(path: Path, records: Iterable[Any]) -> Path:
     return path
 
 
-def jsonl_config(path: Path, texts: Sequence[str] | None = None, *overrides: str) -> ConfigDict:
+def jsonl_config(path: Path, texts: Sequence[str] | None = None, *overrides: str) -> Config:
     """A config that reads `path`, which is written first where texts are given."""
     if texts is not None:
         write_jsonl(path, [{"text": text} for text in texts])
@@ -41,13 +41,13 @@ def jsonl_config(path: Path, texts: Sequence[str] | None = None, *overrides: str
     )
 
 
-def mixture_config(mixture: str | Path, *overrides: str) -> ConfigDict:
+def mixture_config(mixture: str | Path, *overrides: str) -> Config:
     """Rows of a mixture, of one document each."""
     keys = ["dataset_type=jsonl", f"dataset_path={mixture}", f"max_target_length={LENGTH}", "packing=false"]
     return load_config(overrides=[*keys, *overrides])
 
 
-def synthetic_config(*overrides: str) -> ConfigDict:
+def synthetic_config(*overrides: str) -> Config:
     return load_config(overrides=["dataset_type=synthetic", f"max_target_length={LENGTH}", *overrides])
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ml_collections import ConfigDict
-
 from maxbatch import load_config
 from maxbatch.commands.import_config.command import translated, written
 from maxbatch.commands.import_config.translation import Fate
+from maxbatch.config.sections import Config
 
 
-def imported(name: str, path: Path, text: str) -> tuple[ConfigDict, dict[str, Fate]]:
+def imported(name: str, path: Path, text: str) -> tuple[Config, dict[str, Fate]]:
     """Returns the config that a file becomes, and what became of each word."""
     path.write_text(text)
     translation, _ = translated(name, path)

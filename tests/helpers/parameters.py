@@ -8,15 +8,15 @@ from typing import Any
 
 from flax import nnx
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import Config
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.training.weights.parameters import open_source, restored
 
 
 def load_parameters(
     path: str | Path, overrides: Sequence[str] = (), mesh: Mesh | None = None
-) -> tuple[ConfigDict, nnx.GraphDef[Any], nnx.State]:
+) -> tuple[Config, nnx.GraphDef[Any], nnx.State]:
     """Returns the config, the model graph and the parameters of a model, on a mesh or the first device."""
     source = open_source(path)
     config = source.config(overrides)

@@ -8,9 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.config.sections import Config
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.rl.run import train_policy
@@ -47,7 +47,7 @@ def reward_file(folder: Path) -> str:
     return f"reward={path}:digits"
 
 
-def policy_config(run_dir: Path, *overrides: str) -> ConfigDict:
+def policy_config(run_dir: Path, *overrides: str) -> Config:
     keys = (*KEYS, reward_file(run_dir.parent), f"run_dir={run_dir}", "micro_batch_size=-1")
     return load_config(RL, [*keys, *overrides])
 
@@ -57,7 +57,7 @@ def train(run_dir: Path, *overrides: str, devices: int = 1) -> list[dict[str, An
     return read_metrics(run_dir)
 
 
-def trained_to_say(config: ConfigDict, *bias: tuple[int, float]) -> nnx.State:
+def trained_to_say(config: Config, *bias: tuple[int, float]) -> nnx.State:
     """Returns parameters with which the given ids have the given logits at every position, all others 0."""
     decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))
     attention, mlp = decoder.layers.attention, decoder.layers.mlp

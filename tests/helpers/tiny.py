@@ -10,9 +10,9 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.config.sections import Config
 
 LENGTH = 32
 TINY_MODEL = (
@@ -41,11 +41,11 @@ UNSAVED = "enable_checkpointing=false"
 ONE_LAYER = "base_num_decoder_layers=1"
 
 
-def tiny_config(*overrides: str) -> ConfigDict:
+def tiny_config(*overrides: str) -> Config:
     return load_config(overrides=[*TINY_RUN, *overrides])
 
 
-def one_layer_config(*overrides: str) -> ConfigDict:
+def one_layer_config(*overrides: str) -> Config:
     return tiny_config(ONE_LAYER, *overrides)
 
 

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError
+from maxbatch.config.sections import Config
 from maxbatch.model.attention import Attention, attend, choose_implementation
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.splash import block_size, splash_attend
@@ -27,7 +27,7 @@ from tests.helpers.tiny import tiny_config
 M, L, H, HEAD_DIM = 2, 256, 4, 16
 
 
-def chosen_on(platform: str, config: ConfigDict) -> str:
+def chosen_on(platform: str, config: Config) -> str:
     return choose_implementation(DecoderConfig.of(config), platform, make_mesh(config).shape["context"])
 
 

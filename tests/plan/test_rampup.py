@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, RampupBatchManager, load_config
+from maxbatch.config.sections import Config
 
 RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=4"]
 
@@ -96,7 +96,7 @@ def walk(said: Statement, length: tuple[str, int], step: int = 0, seen: int = 0)
         step, seen = step + 1, seen + rows
 
 
-def at_anchor(config: ConfigDict, anchor: tuple[int, int], num_devices: int = 1, **keywords: Any) -> RampupBatchManager:
+def at_anchor(config: Config, anchor: tuple[int, int], num_devices: int = 1, **keywords: Any) -> RampupBatchManager:
     state = {"step": anchor[0], "samples_seen": anchor[1]}
     return RampupBatchManager.from_state(config, state, num_devices, **keywords)
 

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
 from maxbatch.config.loading import configs_dir
+from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl import arithmetic
 from maxbatch.rl.policy_config import PromptConfig
@@ -19,7 +19,7 @@ from maxbatch.rl.prompts import PromptSource
 from maxbatch.rl.warm_start import pretraining, worked_examples
 
 
-def config(*overrides: str) -> ConfigDict:
+def config(*overrides: str) -> Config:
     return load_config(configs_dir() / "post_train" / "rl.yml", overrides)
 
 

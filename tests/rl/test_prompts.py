@@ -12,9 +12,9 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.sections import Config
 from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.training.weights.checkpoints import Checkpoints
@@ -26,7 +26,7 @@ RECORDS: list[dict[str, Any]] = [
 ]
 
 
-def config(path: Path | str, *overrides: str, kind: str = "jsonl") -> ConfigDict:
+def config(path: Path | str, *overrides: str, kind: str = "jsonl") -> Config:
     return load_config(
         overrides=[f"dataset_type={kind}", f"dataset_path={path}", "prompt_template=Q: {question}\nA:", *overrides]
     )
@@ -155,7 +155,7 @@ def test_a_resume_without_the_end_tokens_of_the_model_that_it_imported_is_refuse
     (tmp_path / "model" / "config.json").write_text('{"eos_token_id": 7}')
 
     def checkpoints(folder: str) -> Checkpoints:
-        stated = ConfigDict(config(path).to_dict() | {"load_parameters_path": folder})
+        stated = config(path).replaced({"load_parameters_path": folder})
         return Checkpoints(tmp_path, 3, {"data": dict(PromptSource(stated).train().identity), "model": {}}, print)
 
     def record(folder: str) -> CheckpointRecord:

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from ml_collections import ConfigDict
 
+from maxbatch.config.sections import Config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
@@ -46,12 +46,12 @@ def prompts(rows: Sequence[int] = range(B), behind: int = 0) -> tuple[np.ndarray
 
 
 @cache
-def model(*overrides: str) -> tuple[ConfigDict, nnx.State]:
+def model(*overrides: str) -> tuple[Config, nnx.State]:
     config = tiny_config(*overrides)
     return config, nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
-def respond(config: ConfigDict, params: nnx.State, *inputs: Any, **options: Any) -> Responses:
+def respond(config: Config, params: nnx.State, *inputs: Any, **options: Any) -> Responses:
     named = {field.name: options.pop(field.name) for field in fields(SamplingRules) if field.name in options}
     rules = SamplingRules(**{"temperature": 1.0, **named})
     options = {"tokenizer": TOKENIZER, "mesh": None, "prompt_length": P} | options
@@ -64,7 +64,7 @@ def tokens_that_count(responses: Responses) -> np.ndarray:
     return (slots >= responses.prompt_lengths_B[:, None]) & (slots < responses.lengths_B[:, None])
 
 
-def training_logprobs(config: ConfigDict, params: nnx.State, responses: Responses) -> np.ndarray:
+def training_logprobs(config: Config, params: nnx.State, responses: Responses) -> np.ndarray:
     """float32[B, L]: what a forward pass of training says of each token."""
 
     @jax.jit

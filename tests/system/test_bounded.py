@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from maxbatch.system.bounded import RefusedContent, compose_yaml, has_too_many_values, read_bytes, read_json, read_text
+from maxbatch.system.bounded import RefusedContent, has_too_many_values, read_bytes, read_json, read_text
+from maxbatch.system.bounded_yaml import compose_yaml
 
 NINES = "a: &a [1, 1]\n" + "".join(
     f"{name}: &{name} [{', '.join(['*' + before] * 9)}]\n" for before, name in zip("abcdefgh", "bcdefghi", strict=True)

@@ -26,6 +26,7 @@ from maxbatch.runs.metrics import read_metrics, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.position import COMMITTED_FILE, committed_steps, note_steps
+from maxbatch.runs.run_folder import FORK_FILE
 from maxbatch.runs.supervisor import ChildEnd, ChildRun
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bars import LinesAboveBar
@@ -107,7 +108,7 @@ class Branches:
         All are written before the first one trains, because a run that still trains removes its old checkpoints.
         """
         for branch in self.all:
-            origin = self.folder(branch) / "branch.json"
+            origin = self.folder(branch) / FORK_FILE
             if read_json(origin, "remove its folder", dict) not in (None, dataclasses.asdict(branch)):
                 rule = f"was forked from another run of this name; remove {self._folder} to measure anew"
                 raise ConfigError(f"{origin.parent}: {rule}")
@@ -118,7 +119,7 @@ class Branches:
                 folder.mkdir(parents=True)
                 config = load_config(str(self._run.path / "config.yml"), self.overrides(branch))
                 write_atomically(folder / "config.yml", dump_config(config))
-                write_json(folder / "branch.json", dataclasses.asdict(branch))
+                write_json(folder / FORK_FILE, dataclasses.asdict(branch))
                 self._link_checkpoint(branch.fork.step, folder)
 
     def _link_checkpoint(self, step: int, folder: AnyPath) -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.loading import load_config
 from maxbatch.config.recipes import Recipe
+from maxbatch.config.sections import Config
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
@@ -35,7 +34,7 @@ class MeasuredRun:
     """The run that is measured."""
 
     path: AnyPath
-    config: ConfigDict
+    config: Config
     records: list[dict[str, Any]]  # its updates
     checkpoints: dict[int, CheckpointRecord]  # committed checkpoints, by step
     num_devices: int  # of the branches

@@ -12,7 +12,6 @@ from fractions import Fraction
 from typing import Any
 
 from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
-from maxbatch.config.sections import RatesConfig
 from maxbatch.config.values import plain_number
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
@@ -199,7 +198,7 @@ def _spread(run: MeasuredRun) -> list[int]:
     Steps within the warmup of the learning rate and the last step of the run are left out if there are others.
     """
     total = run.total_samples
-    warmup = 0 if total is None else warm_up_end(RatesConfig.of(run.config), total)
+    warmup = 0 if total is None else warm_up_end(run.config.rates, total)
     everywhere = {step: saved.position.samples_seen for step, saved in run.checkpoints.items()}
     within = {s: at for s, at in everywhere.items() if warmup <= at and (total is None or at < total)}
     places = within or everywhere

@@ -7,12 +7,10 @@ import dataclasses
 from collections.abc import Sequence
 from fractions import Fraction
 
-from ml_collections import ConfigDict
-
 from maxbatch.commands.fit.meshes import keys_to_state, mesh_keys
 from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
-from maxbatch.config.sections import REMAT_TENSORS, customised_tensors
+from maxbatch.config.sections import REMAT_TENSORS, Config, customised_tensors
 from maxbatch.config.values import Value, exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.batch import BatchPlan
@@ -44,7 +42,7 @@ class Sizes:
     accumulation: int  # micro-batches per update if the global batch is not stated
 
     @classmethod
-    def of(cls, config: ConfigDict, plan: BatchPlan) -> Sizes:
+    def of(cls, config: Config, plan: BatchPlan) -> Sizes:
         """Returns the sizes on the plan's devices.
 
         Raises:
@@ -62,7 +60,7 @@ class Sizes:
         return sizes
 
     @classmethod
-    def _of(cls, config: ConfigDict, plan: BatchPlan) -> Sizes:
+    def _of(cls, config: Config, plan: BatchPlan) -> Sizes:
         n, accumulation = plan.num_devices, plan.gradient_accumulation_steps
         most = _MOST_ROWS * plan.mesh.sizes["data"]
         if config.enable_rampup_batch_size and exact(config.per_device_batch_size_increment) > 0:
@@ -94,7 +92,7 @@ class Sizes:
 class Wanted:
     """A request for a batch: a config, its devices, and the axes and sizes left open."""
 
-    config: ConfigDict  # as the user states it
+    config: Config  # as the user states it
     target: Target
     any_mesh: bool  # the axes that the config does not state may be chosen
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from ml_collections import ConfigDict
-
 from maxbatch.commands.arguments import config_arguments, count, local_path, note
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, smaller_targets
 from maxbatch.config.loading import dump_config, keys, resolve
+from maxbatch.config.sections import Config
 from maxbatch.config.values import Value, shown_path
 from maxbatch.config.yaml_file import MOST_BYTES, compose
 from maxbatch.system.atomic_files import write_atomically
@@ -102,7 +101,7 @@ class _Search(NamedTuple):
     skipped: list[str]  # ways without time
 
 
-def _search(config: ConfigDict, target: Target, args: argparse.Namespace, say: Callable[[str], None]) -> _Search:
+def _search(config: Config, target: Target, args: argparse.Namespace, say: Callable[[str], None]) -> _Search:
     """Finds the choices that fit devices.
 
     Raises:
@@ -148,7 +147,7 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
     policies = dict.fromkeys((*POLICIES, config.remat_policy)) if wanted.states_batch else (config.remat_policy,)
     ways, refused = [], list[ConfigError]()
     for axes in meshes or [{}]:
-        one = _with(config, **axes)
+        one = config.replaced(axes)
         try:
             plan = plan_on(one, target)
             sizes = Sizes.of(one, plan)
@@ -157,15 +156,12 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
             continue
         name = mesh_text(plan.mesh, config) if wanted.any_mesh else ""
         for policy in policies:
-            ways.append(Way(CompilerOracle(_with(one, remat_policy=policy), target, plan.mesh, say), sizes, name))
+            ways.append(
+                Way(CompilerOracle(one.replaced({"remat_policy": policy}), target, plan.mesh, say), sizes, name)
+            )
     if not ways:
         raise refused[0]
     return ways
-
-
-def _with(config: ConfigDict, **changes: object) -> ConfigDict:
-    # A new one, since a ConfigDict refuses values of another type: a fraction of a row where a whole number stood.
-    return ConfigDict(config.to_dict() | changes).lock()
 
 
 def _least(ways: Sequence[Way]) -> Verdict:
@@ -212,11 +208,11 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"--write {shown_path(path)}: cannot be written (Permission denied)")
 
 
-def _write(path: Path, config: ConfigDict, changes: Mapping[str, Value]) -> None:
+def _write(path: Path, config: Config, changes: Mapping[str, Value]) -> None:
     """Writes the choice: the lines of its keys if the config file exists, else a whole config."""
     with writing(f"--write {path}"):
         if not path.exists():
-            write_atomically(path, dump_config(_with(config, **changes)))
+            write_atomically(path, dump_config(config.replaced(changes)))
             return
         text = read_text(path, f"--write {path}", MOST_BYTES)
         for name, value in changes.items():

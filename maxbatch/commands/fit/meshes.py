@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import moe_mlp_dim
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import Config
 from maxbatch.config.values import Value
 from maxbatch.plan.mesh_shape import AXES, MeshShape, axis_key
 
@@ -37,9 +35,7 @@ def mesh_text(shape: MeshShape, config: Mapping[str, Value]) -> str:
     return " ".join(f"{key}={size}" for key, size in keys_to_state(shape, config).items())
 
 
-def proposals(
-    config: ConfigDict, fixed: Collection[str], num_devices: int, num_slices: int
-) -> Iterator[dict[str, Value]]:
+def proposals(config: Config, fixed: Collection[str], num_devices: int, num_slices: int) -> Iterator[dict[str, Value]]:
     """Yields axis sizes as config keys, the likely best first; the devices and the model may still refuse them.
 
     Args:
@@ -76,8 +72,8 @@ def _splits(free: Collection[str], rest: int) -> Iterator[dict[str, int]]:
             yield split
 
 
-def _divides_model(config: ConfigDict, tensor: int) -> bool:
-    model = ModelConfig.of(config)
+def _divides_model(config: Config, tensor: int) -> bool:
+    model = config.model
     width = model.base_mlp_dim if model.num_experts == 1 else moe_mlp_dim(model)
     heads = [model.base_num_query_heads]
     if not FAMILIES[model.decoder_block].has_latents:  # whose heads share one latent
@@ -85,5 +81,5 @@ def _divides_model(config: ConfigDict, tensor: int) -> bool:
     return all(size % tensor == 0 for size in (*heads, width))
 
 
-def _is_fixed(config: ConfigDict, fixed: Collection[str], key: str) -> bool:
+def _is_fixed(config: Config, fixed: Collection[str], key: str) -> bool:
     return key in fixed and config[key] != -1

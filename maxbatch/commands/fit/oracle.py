@@ -14,14 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from ml_collections import ConfigDict
-
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.sections import REMAT_TENSORS, ModelConfig, RematConfig, names_fixing
+from maxbatch.config.sections import REMAT_TENSORS, Config, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.model.decoder_config import DecoderConfig
@@ -60,7 +58,7 @@ class CompilerOracle:
     and the verdicts so far.
     """
 
-    def __init__(self, config: ConfigDict, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:
+    def __init__(self, config: Config, target: Target, mesh: MeshShape, say: Callable[[str], None]) -> None:
         self.config, self.target, self.mesh, self._say = config, target, mesh, say
         self.asked: dict[BatchShape, Asked] = {}
         self._folder = cache_folder(config.data_cache_dir, "fit")
@@ -138,12 +136,12 @@ class CompilerOracle:
         return known_parts(self._programs.abstract, self._programs.placement.abstract_batch(shape))
 
 
-def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
+def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     """Returns roughly the bytes of one row per batch shard: what all layers keep and what one layer works with.
 
     A layer keeps its input, and what its policy names; under `none` about twice the outputs of its matrices.
     """
-    model = ModelConfig.of(config)
+    model = config.model
     rows = [row for row in parameters(model) if row.kept]
     sizes = dict.fromkeys(REMAT_TENSORS, 0)
     for row in (row for row in rows if row.path[0] == LAYERS):
@@ -152,7 +150,7 @@ def _activation_bytes(config: ConfigDict, axes: dict[str, int]) -> float:
     inner = model.base_mlp_dim if model.num_experts == 1 else model.num_experts_per_tok * moe_mlp_dim(model)
     products = sum(sizes.values()) + inner
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
-    remat = Remat.of(RematConfig.of(config))
+    remat = Remat.of(config.remat)
     kept = 0 if INPUT in remat.on_host else model.base_emb_dim
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4

@@ -10,10 +10,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.loading import load_config
 from maxbatch.config.recipes import Recipe
+from maxbatch.config.sections import Config
 from maxbatch.pages.page import RunColumns
 from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
@@ -67,7 +66,7 @@ class ReportedRun:
 
     name: str  # names it on the page
     path: AnyPath
-    config: ConfigDict | None  # None for a folder without one
+    config: Config | None  # None for a folder without one
     records: list[dict[str, Any]]  # the lines of its metrics
     devices: list[DevicesUsed]  # oldest first; empty if the run did not record them
     sessions: list[Session]  # oldest first; empty if the run did not record them

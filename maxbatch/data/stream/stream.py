@@ -7,8 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import Config
 from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
@@ -119,14 +118,14 @@ class Stream:
 
 
 @overload
-def open_stream(config: ConfigDict | StreamConfig, split: Literal["train"] = "train") -> Stream: ...
+def open_stream(config: Config | StreamConfig, split: Literal["train"] = "train") -> Stream: ...
 
 
 @overload
-def open_stream(config: ConfigDict | StreamConfig, split: Literal["eval"]) -> Stream | None: ...
+def open_stream(config: Config | StreamConfig, split: Literal["eval"]) -> Stream | None: ...
 
 
-def open_stream(config: ConfigDict | StreamConfig, split: Literal["train", "eval"] = "train") -> Stream | None:
+def open_stream(config: Config | StreamConfig, split: Literal["train", "eval"] = "train") -> Stream | None:
     """Opens the training stream, or the held-out one (None if nothing is held out); new data are tokenised now.
 
     Raises:

@@ -14,12 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import Config, ModelConfig
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.arrays.exchange import read_shared
 from maxbatch.huggingface.arrays.tensors import NOT_PARAMETERS, TensorPlace, layouts_of, parameter_places, tensor_shapes
@@ -46,7 +45,7 @@ class HuggingFaceFolder:
     def __init__(self, path: str | Path) -> None:
         self._path = path
 
-    def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
+    def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config that its `config.json` states, with "key=value" texts over it."""
         return load_config(overrides=["model_name=auto", f"load_parameters_path={self._path}", *overrides])
 

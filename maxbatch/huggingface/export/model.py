@@ -11,7 +11,7 @@ from flax import nnx
 
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.matrices import ROUTED_BIAS
-from maxbatch.config.sections import DataConfig, ModelConfig
+from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places, tensor_shapes
@@ -65,18 +65,18 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     config = source.config(overrides)
     if f"experts.{ROUTED_BIAS}" in FAMILIES[config.decoder_block].tensors:
         config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none
-    if ModelConfig.of(config).capacity_factor > 0:
+    if config.model.capacity_factor > 0:
         warn(f"capacity_factor={config.capacity_factor:g} is no part of the export: Hugging Face's models drop nothing")
     abstract = placed(abstract_model(DecoderConfig.of(config))[1], _this_host())
-    read = open_parameters(source, ModelConfig.of(config), abstract)
+    read = open_parameters(source, config.model, abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     imported_from = _source(config.load_parameters_path)
-    fields = config_json(config, written_as, imported_from or _token_ids(DataConfig.of(config)))
+    fields = config_json(config, written_as, imported_from or _token_ids(config.data))
     places = parameter_places(config.decoder_block, abstract)
     generation = _generation(config.load_parameters_path, fields)
     with writing(output), writing_folder(target, last=CONFIG_FILE) as folder:
         num_files, num_bytes = _write_tensors(folder, places, _tensors(places, abstract, read, written_as), written_as)
-        copy_tokenizer(DataConfig.of(config), folder)
+        copy_tokenizer(config.data, folder)
         write_json(folder / GENERATION_FILE, generation)
         write_json(folder / CONFIG_FILE, fields)
     files = "1 file" if num_files == 1 else f"{num_files} files"

@@ -14,7 +14,6 @@ import numpy as np
 
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.matrices import ParameterPath
-from maxbatch.config.sections import DataConfig
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places
 from maxbatch.huggingface.export.model import DTYPE_NAMES, copy_tokenizer, new_folder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
@@ -82,7 +81,7 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
         with writing_folder(target, last=CONFIG_FILE) as folder:
             write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
-            copy_tokenizer(DataConfig.of(config), folder)
+            copy_tokenizer(config.data, folder)
             write_json(
                 folder / CONFIG_FILE, _config_json(config.decoder_block, config.load_parameters_path, adapters, modules)
             )

@@ -6,9 +6,8 @@ import math
 import os
 from typing import Any
 
-from ml_collections import ConfigDict
-
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
+from maxbatch.config.sections import Config
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.folder.fields import check_fields
 from maxbatch.huggingface.folder.hub import folder_of, hub_name, hub_problem
@@ -109,7 +108,7 @@ def most_positions(path: str | os.PathLike[str]) -> int:
     return found if type(found) is int and found > 0 else 0
 
 
-def context_length(config: ConfigDict) -> int:
+def context_length(config: Config) -> int:
     """Returns the context length of a model: a training row's, or more if its folder states more.
 
     Raises:

@@ -16,8 +16,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ml_collections import ConfigDict
-
+from maxbatch.config.sections import Config
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.parallel.absent_tpu import tpu_version_here
@@ -110,7 +109,7 @@ def _libtpu() -> tuple[int, ...]:
     return tuple(map(int, numbers[:3])) or (sys.maxsize,)
 
 
-def state_flags(config: ConfigDict, version: str | None = None) -> None:
+def state_flags(config: Config, version: str | None = None) -> None:
     """Sets the user's own flags for this process: those of `libtpu_flags` below those of `LIBTPU_INIT_ARGS`.
 
     It must be called before JAX starts its backends. Flags of ours are left to `with_flags`.
@@ -132,7 +131,7 @@ def state_flags(config: ConfigDict, version: str | None = None) -> None:
     os.environ[VARIABLE] = text_of(held)
 
 
-def with_flags(config: ConfigDict, devices: Sequence[jax.Device]) -> ConfigDict:
+def with_flags(config: Config, devices: Sequence[jax.Device]) -> Config:
     """Returns the config with the flags in force on devices: for `auto` ours, below those of `LIBTPU_INIT_ARGS`.
 
     A flag of ours that the compiler does not take is dropped with a warning. On other devices than TPUs the config is
@@ -165,9 +164,7 @@ def with_flags(config: ConfigDict, devices: Sequence[jax.Device]) -> ConfigDict:
             f"libtpu_flags: must be the same on all hosts, and host {differing[0]} has {shown(texts[differing[0]])} "
             f"where host 0 has {shown(texts[0])}; works: the same {VARIABLE} and libtpu on all hosts"
         )
-    changed = ConfigDict(config.to_dict())
-    changed.libtpu_flags = in_force
-    return changed.lock()
+    return config.replaced({"libtpu_flags": in_force})
 
 
 def program_options(libtpu_flags: str, devices: Sequence[jax.Device]) -> dict[str, str]:

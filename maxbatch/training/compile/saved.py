@@ -19,11 +19,10 @@ from typing import Any
 import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import Config, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
@@ -39,7 +38,7 @@ MANIFEST = "manifest.json"
 _MOST_BYTES = 4 << 30  # of one program
 
 
-def program_keys(config: ConfigDict) -> dict[str, str]:
+def program_keys(config: Config) -> dict[str, str]:
     """Returns the config keys that shape the programs of a run, as texts."""
     return {name: keys()[name].write(config[name]) for name in names_fixing(Fixes.PROGRAM)}
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import yaml
 
 from maxbatch.config.values import shown_path
-from maxbatch.system.bounded import MOST_YAML_CHARACTERS, compose_yaml, read_text
+from maxbatch.system.bounded import read_text
+from maxbatch.system.bounded_yaml import MOST_YAML_CHARACTERS, compose_yaml
 
 
 def check_task_files(places: Iterable[str]) -> None:
@@ -21,7 +22,7 @@ def check_task_files(places: Iterable[str]) -> None:
       places: files, and folders with all YAML files below them. The files that they include are checked too.
 
     Raises:
-      ConfigError: a file is beyond a bound of `bounded.compose_yaml`; the message names it.
+      ConfigError: a file is beyond a bound of `compose_yaml`; the message names it.
     """
     todo = [file for place in places for file in _files(Path(place))]
     seen: set[Path] = set()

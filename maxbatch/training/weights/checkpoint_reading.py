@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 import jax
 import orbax.checkpoint as ocp
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
-from maxbatch.config.sections import ModelConfig, names_fixing
+from maxbatch.config.sections import Config, ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.parallel.hosts import warn
@@ -39,7 +38,7 @@ _GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugg
 class Adapting(NamedTuple):
     """The run of adapters."""
 
-    config: ConfigDict
+    config: Config
     origin: Origin | None  # the model that they adapt; None in a checkpoint made before it was stated
     old_base: str | None  # what such a checkpoint states instead
 
@@ -75,7 +74,7 @@ class StoredCheckpoint:
     def __str__(self) -> str:
         return str(self.folder)
 
-    def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
+    def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config of its run, with "key=value" texts over it.
 
         Raises:

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
-from ml_collections import ConfigDict
 
-from maxbatch.config.sections import AdapterConfig, ModelConfig
+from maxbatch.config.sections import AdapterConfig, Config, ModelConfig
 from maxbatch.config.values import shown
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
@@ -35,7 +34,7 @@ Reader = Callable[[State], State]  # from shapes, types and places of parameters
 class Source(Identified, Protocol):
     """A model on disk or in an object store, or the adapters of one."""
 
-    def config(self, overrides: Sequence[str] = ()) -> ConfigDict:
+    def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config of the model, with "key=value" texts over it.
 
         Raises:
@@ -87,7 +86,7 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
         return source.open(config, abstract_params)
     run, key = adapting.config, "load_parameters_path"
     base, _ = open_origin(open_source, key, run[key], adapting.origin, adapting.old_base, f"the run of {source}")
-    adapters = _adapters_of(AdapterConfig.of(run))
+    adapters = _adapters_of(run.adapters)
     somewhere = jax.tree.leaves(abstract_params)[0].sharding
     where = somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
     placed_adapters = placed(adapters.abstract(abstract_params), where)
@@ -126,7 +125,7 @@ def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) ->
     return graphdef, open_parameters(source, config, abstract)(abstract)
 
 
-def load_adapters(path: str | Path, averaged: bool = False) -> tuple[ConfigDict, State, Adapters, State]:
+def load_adapters(path: str | Path, averaged: bool = False) -> tuple[Config, State, Adapters, State]:
     """Returns the config of a run with adapters, the shapes of the model that they adapt, and the adapters.
 
     Raises:
@@ -137,9 +136,9 @@ def load_adapters(path: str | Path, averaged: bool = False) -> tuple[ConfigDict,
     if adapting is None:
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
     config = adapting.config
-    adapters, (_, base) = _adapters_of(AdapterConfig.of(config)), abstract_model(DecoderConfig.of(config))
+    adapters, (_, base) = _adapters_of(config.adapters), abstract_model(DecoderConfig.of(config))
     abstract = placed(adapters.abstract(base), jax.devices()[0])
-    return config, base, adapters, source.open(ModelConfig.of(config), abstract)(abstract)
+    return config, base, adapters, source.open(config.model, abstract)(abstract)
 
 
 def _adapters_of(config: AdapterConfig) -> Adapters:

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
@@ -20,6 +19,7 @@ from maxbatch.commands.arguments import config_of
 from maxbatch.commands.compiling import Update
 from maxbatch.commands.fit.choices import Choice, Sizes, Wanted
 from maxbatch.commands.fit.search import Line, largest_fitting
+from maxbatch.config.sections import Config
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.mesh_shape import AXES, MeshShape
 from maxbatch.plan.plan_config import PlanConfig
@@ -189,7 +189,7 @@ def test_survive_shows_what_every_smaller_machine_needs(
     ]
     found = {"4 slices": [way("none", 16, 1.0, 16)], "3 slices": [way("minimal", 24, 1.5, 16)], "1 slices": []}
 
-    def search(config: ConfigDict, target: Any, *_: object) -> Any:
+    def search(config: Config, target: Any, *_: object) -> Any:
         if target.name not in found:
             raise ConfigError("fsdp: does not divide")
         choices = found[target.name]

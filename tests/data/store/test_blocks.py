@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.config.sections import Config
 from maxbatch.data.store import blocks, document_table, documents
 from maxbatch.data.store.blocks import BLOCK_BYTES, BlockHasher, block_hashes
 from maxbatch.data.store.token_store import TokenStore, load_folder
@@ -43,7 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "tokens"
 
 
-def config_on(folder: object, *overrides: str) -> ConfigDict:
+def config_on(folder: object, *overrides: str) -> Config:
     keys = ["dataset_type=tokens", f"dataset_path={folder}", "max_target_length=64"]
     return load_config(overrides=[*keys, "grain_worker_count=0", *overrides])
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import DataConfig
+from maxbatch.config.sections import Config, DataConfig
+from maxbatch.config.values import Value
 from maxbatch.data.store import builder
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.lookup import find_store, open_store
@@ -34,30 +34,27 @@ TEXTS = ["alpha", "", "be", "żółw"]
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> ConfigDict:
+def config(tmp_path: Path) -> Config:
     return jsonl_config(tmp_path / "a.jsonl", TEXTS, f"data_cache_dir={tmp_path}/cache")
 
 
-def opened(config: ConfigDict) -> TokenStore:
+def opened(config: Config) -> TokenStore:
     return open_store(DataConfig.of(config), TOKENIZER)
 
 
-def found(config: ConfigDict) -> TokenStore | None:
+def found(config: Config) -> TokenStore | None:
     return find_store(DataConfig.of(config), TOKENIZER)
 
 
-def changed(config: ConfigDict, **values: object) -> ConfigDict:
-    config = config.copy_and_resolve_references()
-    with config.unlocked():
-        config.update(values)
-    return config
+def changed(config: Config, **values: Value) -> Config:
+    return config.replaced(values)
 
 
 def document(store: TokenStore, number: int) -> list[int]:
     return store.tokens[store.offsets[number] : store.offsets[number + 1]].tolist()
 
 
-def test_every_document_is_stored_between_its_special_tokens(config: ConfigDict) -> None:
+def test_every_document_is_stored_between_its_special_tokens(config: Config) -> None:
     store = opened(config)
     assert [document(store, number) for number in range(3)] == [
         [256, *text.encode(), 257] for text in ("alpha", "be", "żółw")
@@ -67,17 +64,17 @@ def test_every_document_is_stored_between_its_special_tokens(config: ConfigDict)
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(True, False), (False, True), (False, False)])
-def test_special_tokens_are_settings(config: ConfigDict, bos: bool, eos: bool) -> None:
+def test_special_tokens_are_settings(config: Config, bos: bool, eos: bool) -> None:
     store = opened(changed(config, add_bos=bos, add_eos=eos))
     assert document(store, 1) == [256] * bos + list(b"be") + [257] * eos
 
 
-def test_empty_documents_are_left_out_and_counted(config: ConfigDict) -> None:
+def test_empty_documents_are_left_out_and_counted(config: Config) -> None:
     assert opened(config).manifest["skipped_records"] == 1
 
 
 def test_nothing_is_found_before_it_is_built_and_then_nothing_is_read_again(
-    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert found(config) is None
     first = opened(config)
@@ -86,7 +83,7 @@ def test_nothing_is_found_before_it_is_built_and_then_nothing_is_read_again(
     assert opened(config) == first
 
 
-def test_a_changed_file_is_a_new_entry_also_where_its_size_stays(config: ConfigDict) -> None:
+def test_a_changed_file_is_a_new_entry_also_where_its_size_stays(config: Config) -> None:
     first = opened(config)
     write_jsonl(Path(config.dataset_path), [{"text": text} for text in ["alphA", *TEXTS[1:]]])
     os.utime(config.dataset_path, ns=(1, 1))
@@ -115,7 +112,7 @@ def hidden(path: Path, content: bytes, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["rewritten", "renamed over", "linked"])
 def test_content_that_hides_behind_size_and_time_is_not_taken_for_the_old(
-    config: ConfigDict, how: str, monkeypatch: pytest.MonkeyPatch
+    config: Config, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, path = opened(config), Path(config.dataset_path)
     content = path.read_bytes()
@@ -129,7 +126,7 @@ def test_content_that_hides_behind_size_and_time_is_not_taken_for_the_old(
 
 
 def test_files_that_were_touched_or_copied_are_not_tokenised_again(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, path = opened(config), Path(config.dataset_path)
     monkeypatch.setattr(DocumentSource, "documents", lambda self: pytest.fail("read again"))
@@ -140,9 +137,7 @@ def test_files_that_were_touched_or_copied_are_not_tokenised_again(
     assert opened(changed(config, dataset_path=str(copy))) == first
 
 
-def test_stores_of_before_are_hashed_once_and_not_built_again(
-    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stores_of_before_are_hashed_once_and_not_built_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     store, path = opened(config), Path(config.dataset_path)
     cache = store.folder.parent.parent
     names = signatures(DocumentSource.from_config(DataConfig.of(config)), TOKENIZER, DataConfig.of(config))
@@ -165,18 +160,18 @@ def test_stores_of_before_are_hashed_once_and_not_built_again(
 @pytest.mark.parametrize(
     "setting", [{"add_bos": False}, {"add_eos": False}, {"text_field": "b"}, {"skip_bad_records": True}]
 )
-def test_settings_that_shape_the_tokens_are_another_entry(config: ConfigDict, setting: dict[str, object]) -> None:
+def test_settings_that_shape_the_tokens_are_another_entry(config: Config, setting: dict[str, object]) -> None:
     opened(config)
     assert found(changed(config, **setting)) is None
 
 
-def test_settings_that_shape_rows_only_share_the_entry(config: ConfigDict) -> None:
+def test_settings_that_shape_rows_only_share_the_entry(config: Config) -> None:
     opened(config)
     others = changed(config, max_target_length=99, packing=False, data_shuffle_seed=5, eval_fraction=0.5)
     assert found(others) is not None
 
 
-def test_the_content_hash_knows_texts_and_order_but_not_places(config: ConfigDict, tmp_path: Path) -> None:
+def test_the_content_hash_knows_texts_and_order_but_not_places(config: Config, tmp_path: Path) -> None:
     def content(texts: list[str]) -> str:
         return opened(jsonl_config(tmp_path / "other.jsonl", texts, f"data_cache_dir={tmp_path}/c")).manifest["content"]
 
@@ -202,7 +197,7 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_entry_is_noticed_and_built_again(config: ConfigDict, damage: str) -> None:
+def test_a_damaged_entry_is_noticed_and_built_again(config: Config, damage: str) -> None:
     first = opened(config)
     before = document(first, 2)
     DAMAGE[damage](first.folder)
@@ -215,14 +210,14 @@ MANIFESTS_OF_ANOTHER_KIND = ["[]", '"version"', "3", "null", "{", '{"version": 2
 
 
 @pytest.mark.parametrize("text", MANIFESTS_OF_ANOTHER_KIND)
-def test_a_manifest_of_another_kind_is_built_again(config: ConfigDict, text: str) -> None:
+def test_a_manifest_of_another_kind_is_built_again(config: Config, text: str) -> None:
     first = opened(config)
     (first.folder / "manifest.json").write_text(text, encoding="latin-1")
     assert found(config) is None
     assert opened(config) == first
 
 
-def test_a_manifest_with_missing_or_wrong_values_is_built_again(config: ConfigDict) -> None:
+def test_a_manifest_with_missing_or_wrong_values_is_built_again(config: Config) -> None:
     first = opened(config)
     path = first.folder / "manifest.json"
     wrong = [None, True, -1, 1.5, 1e400, 10**30, "3", [], [1, 300_000], ["1"], [10**30], {}, {"tokens.bin": "1"}]
@@ -239,7 +234,7 @@ def test_a_manifest_with_missing_or_wrong_values_is_built_again(config: ConfigDi
     assert opened(config) == first
 
 
-def test_a_manifest_that_is_a_fifo_is_built_again(config: ConfigDict) -> None:
+def test_a_manifest_that_is_a_fifo_is_built_again(config: Config) -> None:
     first = opened(config)
     (first.folder / "manifest.json").unlink()
     os.mkfifo(first.folder / "manifest.json")
@@ -247,7 +242,7 @@ def test_a_manifest_that_is_a_fifo_is_built_again(config: ConfigDict) -> None:
     assert opened(config) == first
 
 
-def test_stores_and_streams_of_earlier_versions_have_the_same_identity(config: ConfigDict) -> None:
+def test_stores_and_streams_of_earlier_versions_have_the_same_identity(config: Config) -> None:
     store = opened(config)
     assert store.manifest["content"] == "689e4d7f24b70fd777ca4e5e38697649"
     before = {key: value for key, value in store.manifest.items() if key not in ("vocab_size", "checksum")}
@@ -259,9 +254,7 @@ def test_stores_and_streams_of_earlier_versions_have_the_same_identity(config: C
     assert fingerprint([stream.read(0, 20)]) == "ffd1191b84bd6e02"
 
 
-def test_those_who_want_the_same_new_entry_do_the_work_once(
-    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_those_who_want_the_same_new_entry_do_the_work_once(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     builders, built = 6, []
     together = threading.Barrier(builders)
     write_files = builder._write_files
@@ -287,14 +280,14 @@ def test_those_who_want_the_same_new_entry_do_the_work_once(
     assert len(list((Path(config.data_cache_dir) / "tokens").iterdir())) == 1, "no lock stays"
 
 
-def test_a_build_that_fails_leaves_nothing_behind(config: ConfigDict) -> None:
+def test_a_build_that_fails_leaves_nothing_behind(config: Config) -> None:
     Path(config.dataset_path).write_text('{"text": "fine"}\n{bad}\n')
     with pytest.raises(ConfigError, match="line 2"):
         opened(config)
     assert list((Path(config.data_cache_dir) / "tokens").iterdir()) == []
 
 
-def test_what_killed_builders_left_is_removed_after_a_day(config: ConfigDict) -> None:
+def test_what_killed_builders_left_is_removed_after_a_day(config: Config) -> None:
     cache = Path(config.data_cache_dir) / "tokens"
     for name, age in (("old", 2 * 86400), ("new", 0)):
         folder = cache / f".building-{name}"
@@ -311,13 +304,13 @@ def test_a_dataset_without_documents_is_refused(tmp_path: Path, texts: list[str]
         opened(jsonl_config(tmp_path / "a.jsonl", texts))
 
 
-def test_a_cache_that_cannot_be_written_is_named(config: ConfigDict, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_named(config: Config, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"data_cache_dir='file/x': .* cannot be written"):
         opened(changed(config, data_cache_dir="file/x"))
 
 
-def test_a_full_disk_is_named(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(file: object) -> None:
         raise OSError(28, "No space left on device")
 
@@ -326,7 +319,7 @@ def test_a_full_disk_is_named(config: ConfigDict, monkeypatch: pytest.MonkeyPatc
         opened(config)
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused(config: ConfigDict, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_while_it_is_read_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     source = DocumentSource.from_config(DataConfig.of(config))
     monkeypatch.setattr(DocumentSource, "from_config", lambda *_: source)
     with open(config.dataset_path, "a") as file:
@@ -335,9 +328,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(config: ConfigDict, mon
         opened(config)
 
 
-def test_the_cache_lies_where_the_user_said(
-    config: ConfigDict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_lies_where_the_user_said(config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert opened(config).folder.parent == tmp_path / "cache" / "tokens"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "xdg" / "maxbatch" / "tokens"
@@ -346,7 +337,7 @@ def test_the_cache_lies_where_the_user_said(
     assert opened(changed(config, data_cache_dir="")).folder.parent == tmp_path / "home/.cache/maxbatch/tokens"
 
 
-def test_an_entry_that_is_there_needs_no_writing(config: ConfigDict) -> None:
+def test_an_entry_that_is_there_needs_no_writing(config: Config) -> None:
     folder = opened(config).folder
     shutil.copytree(folder, folder.parent / "copy")
     folder.parent.chmod(0o555)
@@ -356,7 +347,7 @@ def test_an_entry_that_is_there_needs_no_writing(config: ConfigDict) -> None:
         folder.parent.chmod(0o755)
 
 
-def test_a_lock_dies_with_its_holder(config: ConfigDict) -> None:
+def test_a_lock_dies_with_its_holder(config: Config) -> None:
     folder = opened(config).folder
     shutil.rmtree(folder)
     lock = folder.parent / f".lock-{folder.name}"
@@ -376,7 +367,7 @@ def test_a_lock_dies_with_its_holder(config: ConfigDict) -> None:
     assert found(config) is not None and os.listdir(folder.parent) == [folder.name]
 
 
-def test_a_store_damaged_under_a_running_job_is_an_error_where_it_is_mapped(config: ConfigDict) -> None:
+def test_a_store_damaged_under_a_running_job_is_an_error_where_it_is_mapped(config: Config) -> None:
     for damage in ("tokens cut short", "tokens missing", "manifest missing"):
         store = opened(config)
         in_a_worker = pickle.loads(pickle.dumps(store))
@@ -386,7 +377,7 @@ def test_a_store_damaged_under_a_running_job_is_an_error_where_it_is_mapped(conf
 
 
 def test_a_file_that_is_written_to_while_it_is_read_is_told_as_that(
-    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     documents = DocumentSource.documents
 
@@ -400,7 +391,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_told_as_that(
 
 
 def test_one_process_is_enough_for_little_and_all_cores_are_for_much(
-    config: ConfigDict, monkeypatch: pytest.MonkeyPatch
+    config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = DocumentSource.from_config(DataConfig.of(config))
     monkeypatch.setattr(builder, "num_cores", lambda: 5)

@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import DataConfig
+from maxbatch.config.sections import Config, DataConfig
 from maxbatch.data.store.tokenizers import ByteTokenizer, Tokenizer, check_special_tokens, make_tokenizer
 
 
@@ -42,7 +41,7 @@ def test_ids_are_int32() -> None:
     assert ByteTokenizer().encode("abc").dtype == np.int32
 
 
-def tokenizer_in(config: ConfigDict) -> Tokenizer:
+def tokenizer_in(config: Config) -> Tokenizer:
     return make_tokenizer(config.tokenizer_type, config.tokenizer_path)
 
 

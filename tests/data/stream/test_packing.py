@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
+from maxbatch.config.sections import Config
 from maxbatch.data.stream import packing
 from maxbatch.data.stream.packing import BestFitPlan, Packing, best_fit, find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import Extents
@@ -135,7 +135,7 @@ def config_in(folder: Path, *overrides: str):
     return load_config(overrides=[f"data_cache_dir={folder}", "max_target_length=8", *overrides])
 
 
-def of(config: ConfigDict) -> tuple[str, int]:
+def of(config: Config) -> tuple[str, int]:
     return config.data_cache_dir, config.max_target_length
 
 

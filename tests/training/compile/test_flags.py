@@ -9,10 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from ml_collections import ConfigDict
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.config.sections import Config
 from maxbatch.parallel import hosts
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile import flags
@@ -42,7 +42,7 @@ def devices_of(version: str) -> Any:
     return [SimpleNamespace(platform="tpu", device_kind=TPUS[version].kinds[0], process_index=0)]
 
 
-def started(config: ConfigDict, version: str) -> ConfigDict:
+def started(config: Config, version: str) -> Config:
     state_flags(config, version)
     return with_flags(config, devices_of(version))
 

@@ -11,10 +11,9 @@ import numpy as np
 import optax
 import pytest
 from flax import nnx
-from ml_collections import ConfigDict
 
 from maxbatch import load_config
-from maxbatch.config.sections import OptimizerConfig
+from maxbatch.config.sections import Config, OptimizerConfig
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.plan.update_settings import UpdateSettings
@@ -26,12 +25,12 @@ NUM_LAYERS = 2
 ALL = sorted(DIRECTIONS)
 
 
-def optimizer_config(opt_type: str, *overrides: str) -> ConfigDict:
+def optimizer_config(opt_type: str, *overrides: str) -> Config:
     sizes = ("base_emb_dim=128", "base_mlp_dim=160", f"base_num_decoder_layers={NUM_LAYERS}")
     return load_config(overrides=[*TINY_MODEL, *sizes, f"opt_type={opt_type}", *overrides])
 
 
-def parameters_of(config: ConfigDict) -> nnx.State:
+def parameters_of(config: Config) -> nnx.State:
     return _parameters_of(DecoderConfig.of(config))
 
 

@@ -1,0 +1,86 @@
+"""Bounds for YAML that others wrote: size, depth and expansion, each with a message of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import yaml
+
+from maxbatch.system.bounded import MOST_DEPTH, RefusedContent, check_size, too_deep
+
+# PyYAML composes about 20,000 nodes a second.
+MOST_YAML_NODES = 50_000
+MOST_YAML_CHARACTERS = 1 << 20  # a second of its scanner
+
+
+def compose_yaml(
+    text: str,
+    what: str,
+    *,
+    most_characters: int = MOST_YAML_CHARACTERS,
+    most_depth: int = MOST_DEPTH,
+    most_nodes: int = MOST_YAML_NODES,
+) -> yaml.Node | None:
+    """Returns a YAML text as a tree of nodes, None for an empty one. Aliases share nodes, and no tree is endless.
+
+    Args:
+      text: the YAML.
+      what: names it in messages.
+      most_characters: bound on its length.
+      most_depth: bound on lists and mappings in one another.
+      most_nodes: bound on values and keys once every alias is replaced by its anchor's content.
+
+    Raises:
+      RefusedContent: it is beyond a bound, or an alias refers to a node around it.
+      yaml.YAMLError: it is no YAML.
+    """
+    check_size(len(text), what, most_characters)
+    loader = _Composer(text, what, most_depth, most_nodes)
+    try:
+        root = loader.get_single_node()
+    finally:
+        loader.dispose()
+    if root is not None and _expanded(root, what, {}) > most_nodes:
+        raise RefusedContent(f"{what}: expands by its aliases to more than {most_nodes:,} values, the most read")
+    return root
+
+
+class _Composer(yaml.SafeLoader):
+    """PyYAML's composer, which stops at the bounds on depth and nodes."""
+
+    def __init__(self, text: str, what: str, most_depth: int, most_nodes: int) -> None:
+        super().__init__(text)
+        self._what, self._most_depth, self._most_nodes = what, most_depth, most_nodes
+        self._depth = self._nodes = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """Returns the next node, as PyYAML composes it."""
+        self._nodes += 1
+        self._depth += 1
+        if self._depth > self._most_depth + 1:
+            raise RefusedContent(too_deep(self._what, self._most_depth))
+        if self._nodes > self._most_nodes:
+            raise RefusedContent(f"{self._what}: holds more than {self._most_nodes:,} values, the most that are read")
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
+
+
+def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
+    """Returns the nodes of a tree, those below an alias once for each; `sizes` holds None for nodes under way."""
+    if id(node) in sizes:
+        size = sizes[id(node)]
+        if size is None:
+            raise RefusedContent(f"{what}: an alias refers to a value that holds it, so that it never ends")
+        return size
+    sizes[id(node)] = None
+    size = 1 + sum(_expanded(child, what, sizes) for child in _children(node))
+    sizes[id(node)] = size
+    return size
+
+
+def _children(node: yaml.Node) -> Iterator[yaml.Node]:
+    if isinstance(node, yaml.MappingNode):
+        yield from (part for pair in node.value for part in pair)
+    elif isinstance(node, yaml.SequenceNode):
+        yield from node.value
