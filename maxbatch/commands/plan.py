@@ -75,12 +75,12 @@ def run(args: argparse.Namespace) -> int:
     whole_layout = {"layout": _whole_layout(plan)} if args.json and args.layout else {}
     if args.devices is None:
         note("planned for 1 device and 1 host; --devices N --hosts H plans for another machine")
-    if config.batch_size is not None and _may_mean_rows(args):
+    if plan.rl and _may_mean_rows(args):
         from maxbatch.config.unknown import three_batches
 
-        meant = three_batches(config.batch_size, args.hosts if has_hosts else None)
+        meant = three_batches(plan.rl.batch_size, args.hosts if has_hosts else None)
         note(
-            f"batch_size={config.batch_size} counts prompts of reinforcement learning; that of pre-training is {meant}"
+            f"batch_size={plan.rl.batch_size} counts prompts of reinforcement learning; that of pre-training is {meant}"
         )
     for warning in plan.warnings:
         note(f"warning: {warning}")
