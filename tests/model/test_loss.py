@@ -14,6 +14,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.model.decoder import Hidden
 from maxbatch.model.loss import MAX_LOGITS, loss_sums, token_losses
 from maxbatch.model.products import exchanges_tokens
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, activation_constraint, unconstrained
@@ -181,8 +182,8 @@ def test_the_vocabulary_is_split_where_a_micro_batch_has_fewer_tokens_than_words
 class Echo:
     """A decoder whose last hidden state is a one-hot of the token: it predicts from the present token alone."""
 
-    def hidden(self, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-        return jax.nn.one_hot(tokens, V)
+    def hidden(self, tokens: jax.Array, segments: jax.Array) -> Hidden:
+        return Hidden(jax.nn.one_hot(tokens, V), None)
 
     def output_projection(self) -> jax.Array:
         # Expects token + 1 next.
