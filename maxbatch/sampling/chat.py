@@ -122,7 +122,7 @@ class Chat:
     def _sampler(self, length: int, prompt_length: int) -> Sampler:
         key = (length, prompt_length)
         if key not in self._samplers:
-            config = dataclasses.replace(self._config, max_target_length=length, scan_layers=True)
+            config = self._config.replaced({"max_target_length": length, "scan_layers": True})
             self._samplers[key] = Sampler(config, self._tokenizer, None, prompt_length=prompt_length, rescores=False)
         return self._samplers[key]
 

@@ -62,7 +62,7 @@ def generate_text(
     prompt_length = length if half < len(ids) < length else half
     # Unrolled layers would save a third of a token's time, but compile as long as ten thousand tokens take.
     sampler = Sampler(
-        dataclasses.replace(config, scan_layers=True), tokenizer, mesh, prompt_length=prompt_length, rescores=False
+        config.replaced({"scan_layers": True}), tokenizer, mesh, prompt_length=prompt_length, rescores=False
     )
     full = len(ids) + (rules.max_new_tokens or _MAX_NEW_TOKENS)
     window = 0
