@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from maxbatch.data.store.heldout import Records
     from maxbatch.data.store.token_store import TokenStore
+    from maxbatch.data.store.tokenizers import Tokenizer
     from maxbatch.data.stream.rows import Extents, RowSource
     from maxbatch.data.stream.stream_config import StreamConfig
 
@@ -29,13 +30,18 @@ class Split:
       store: the store.
       records: their numbers.
       key: the values that fix the lengths of their documents, and so the cut into rows.
-      pad_id: the token of empty slots.
+      tokenizer: that of the store.
     """
 
     store: TokenStore
     records: np.ndarray | Records
     key: Mapping[str, object]
-    pad_id: int
+    tokenizer: Tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """The token of empty slots; the library of the tokenizer is loaded for it."""
+        return self.tokenizer.pad_id
 
     @property
     def numbers_S(self) -> np.ndarray:

@@ -71,7 +71,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
         "held_out": rule,
     }
     key = _packing_key(config, store, rule, held_out)
-    rows, num_overlong = recipe.rows(config, Split(store, documents, key, tokenizer.pad_id))
+    rows, num_overlong = recipe.rows(config, Split(store, documents, key, tokenizer))
     if recipe.has_answers:
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
     if not held_out:
@@ -154,7 +154,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
     documents, rule = _split_documents(config, store, fraction, held_out=False)
     key = _packing_key(config, store, rule, held_out=False)
     recipe = StreamRecipe.of(config)
-    num_rows = recipe.num_rows_if_cached(config, Split(store, documents, key, tokenizer.pad_id))
+    num_rows = recipe.num_rows_if_cached(config, Split(store, documents, key, tokenizer))
     if num_rows is None:
         return None
     return _FoundRows(num_rows, find_trained_tokens(config, key) if recipe.has_answers else None)
