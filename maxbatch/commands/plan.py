@@ -129,11 +129,12 @@ def _loaded_before(config: Config) -> Resume:
     """Returns the hosts that wrote and loaded a checkpoint in run_dir, to which e is relative."""
     from maxbatch.config.values import exact
     from maxbatch.plan.batch import NEW_RUN, Resume
-    from maxbatch.runs.position import DamagedError, last_saved, read_record
-    from maxbatch.system.storage import as_path
 
     if not 0 < exact(config.expansion_factor_real_data) < 1:
         return NEW_RUN
+    from maxbatch.runs.position import DamagedError, last_saved, read_record
+    from maxbatch.system.storage import as_path
+
     run_dir = as_path(config.run_dir)
     if (step := last_saved(run_dir)) is None:
         return NEW_RUN
@@ -178,16 +179,16 @@ def _positive(works: float) -> Callable[[str], object]:
 
 def _checkpoint_period(config: Config, args: argparse.Namespace) -> CheckpointPeriod | None:
     """Returns the checkpoint period for the flags."""
-    from maxbatch.plan.checkpoint_period import period_for
-    from maxbatch.runs.sessions import mean_seconds, read_sessions
-    from maxbatch.system.storage import as_path
-
     if args.failures_per_day is None:
         for flag, value in (("--save-seconds", args.save_seconds), ("--step-seconds", args.step_seconds)):
             if value is not None:
                 raise ConfigError(f"{flag} {value}: must be given beside --failures-per-day; works: "
                                   f"{flag} {value} --failures-per-day 4")  # fmt: skip
         return None
+    from maxbatch.plan.checkpoint_period import period_for
+    from maxbatch.runs.sessions import mean_seconds, read_sessions
+    from maxbatch.system.storage import as_path
+
     measured = mean_seconds(read_sessions(as_path(config.run_dir)), config.checkpoint_period)
     period = period_for(args.failures_per_day, args.save_seconds, args.step_seconds, measured)
     if period.save_seconds_source == "assumed":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -53,5 +52,7 @@ def leave_out_absent_tpu() -> None:
 
 
 def _has_plugins() -> bool:
+    import importlib.metadata
+
     is_package = importlib.util.find_spec("jax_plugins") is not None
     return is_package or bool(importlib.metadata.entry_points(group="jax_plugins"))

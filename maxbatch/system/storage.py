@@ -19,7 +19,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, overload
 
@@ -334,6 +333,8 @@ def _listed(folder: RemotePath, last: str) -> list[RemotePath]:
 
 def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
     """Makes the requests of a folder's objects side by side; re-raises the first failure."""
+    from concurrent.futures import ThreadPoolExecutor
+
     with ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-objects") as pool:
         list(pool.map(do, items))
 
