@@ -224,6 +224,7 @@ _DEEPSEEK = Family(
     tensors={"experts.routed_bias": "mlp.gate.e_score_correction_bias"},
 )  # fmt: skip
 
+DEFAULT_FAMILY = _LLAMA.decoder_block  # of a config that names none
 # By `decoder_block`.
 FAMILIES: dict[str, Family] = {
     family.decoder_block: family

@@ -8,7 +8,7 @@ writes. A new key states what it fixes, so it cannot drop out of the identity of
 from collections.abc import Mapping
 from typing import Literal, get_args
 
-from maxbatch.config.families import FAMILIES
+from maxbatch.config.families import DEFAULT_FAMILY, FAMILIES
 from maxbatch.config.keys import (
     OURS,
     Choice,
@@ -244,7 +244,7 @@ class ModelConfig(Section):
     vocab_size: int = key(264,
         "V: rows of the embedding; at least the tokenizer's vocabulary", MODEL, COUNT, "rows of the embedding")
     logits_via_embedding: bool = key(True, "true: the output projection is the embedding, transposed", MODEL)
-    decoder_block: Choice = key("llama2",
+    decoder_block: Choice = key(DEFAULT_FAMILY,
         "form of a layer: that of llama2, or of another family (docs/models.md)", MODEL, choices=tuple(FAMILIES))
     mlp_activations: Activations = key("silu,linear",
         "silu,linear | gelu,linear | gelu_exact,linear (gated) | gelu | gelu_exact (not gated); gelu is by tanh", MODEL)
