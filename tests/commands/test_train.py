@@ -83,7 +83,7 @@ def test_only_the_main_thread_imports_packages(tmp_path: Path) -> None:
     What JAX imports of jaxlib on the thread that first lowers is no such import.
     """
     command = [sys.executable, "-c", IMPORTS_OF_THREADS, "train", *TINY_RUN, "steps=3", f"run_dir={tmp_path}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=True)
     assert len(read_metrics(tmp_path)) == 3
     assert done.stdout.splitlines()[-1] == "imported beside the main thread:"
 
@@ -117,7 +117,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
     wait_for(lambda: recorded(tmp_path) >= 5, process)
     process.send_signal(number)
     hold.release()
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 75, output
     assert number.name in output and "Traceback" not in output
     done = read_metrics(tmp_path)[-1]["step"]
@@ -133,7 +133,7 @@ def test_a_signal_before_the_first_step_is_answered_too(tmp_path: Path) -> None:
     process = start("train", *RAMP, f"run_dir={tmp_path}")
     wait_for((tmp_path / "config.yml").exists, process)
     process.terminate()
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 75, output
 
 

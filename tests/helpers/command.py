@@ -20,7 +20,7 @@ def environment() -> dict[str, str]:
     return inherited | {"XLA_FLAGS": QUICK_TO_COMPILE, "COLUMNS": "100"}
 
 
-def maxbatch(*arguments: str | Path, timeout: float = 300) -> subprocess.CompletedProcess[str]:
+def maxbatch(*arguments: str | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "maxbatch", *map(str, arguments)],
         env=environment(), capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL,

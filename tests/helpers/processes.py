@@ -32,7 +32,7 @@ def cpu_seconds(pid: int) -> float:
 
 
 def wait_for(
-    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = 300
+    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, seconds: float = 600
 ) -> None:
     """Waits until the condition holds; fails after so many seconds, and at once if the process that brings it ends."""
     end = time.monotonic() + seconds

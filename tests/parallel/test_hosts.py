@@ -33,7 +33,7 @@ def train(run_dir: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def finish(process: subprocess.Popen[str], timeout: float = 240) -> tuple[int, str]:
+def finish(process: subprocess.Popen[str], timeout: float = 600) -> tuple[int, str]:
     output, _ = process.communicate(timeout=timeout)
     return process.returncode, output
 

@@ -84,7 +84,7 @@ def test_slow_hosts_that_are_killed_and_stopped_give_the_run_of_one_which_goes_o
     stopped.send_signal(signal.SIGTERM)
     time.sleep(1)  # from the command to its hosts
     hold.release()
-    said, _ = stopped.communicate(timeout=300)
+    said, _ = stopped.communicate(timeout=600)
     assert stopped.returncode == 75 and recorded(two) < 12, said
     train(two, *CUT, "steps=12")
     used = [(used.num_hosts, used.num_devices, math.prod(used.mesh.values())) for used in read_devices(two)]
@@ -110,6 +110,6 @@ def test_float32_samples_the_same_responses_on_several_hosts_where_training_roun
     keys = (*types, *long, "learning_rate=1e-12", UNSAVED)
     expected, two = train(tmp_path / "one", *keys), tmp_path / "two"
     process = start("rl", RL, *KEYS, reward_file(tmp_path), f"run_dir={two}", *keys, *HOSTS[1:])
-    said, _ = process.communicate(timeout=300)
+    said, _ = process.communicate(timeout=600)
     assert process.returncode == 0, said
     assert_same_run(read_metrics(two), expected, ("data_fingerprint", "reward", "response_length"), ())

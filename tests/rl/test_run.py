@@ -141,7 +141,7 @@ def test_asked_to_stop_it_saves_and_exits_with_75_and_killed_with_9_it_goes_on_a
     wait_for(lambda: recorded(run_dir) >= 1, stopped)
     stopped.send_signal(signal.SIGTERM)
     hold.release()
-    stopped.communicate(timeout=300)
+    stopped.communicate(timeout=600)
     assert stopped.returncode == 75
     assert saved_steps(run_dir) == [read_metrics(run_dir)[-1]["step"]] == [1]
     killed = start("rl", *keys, **Hold(2, tmp_path).variables)

@@ -47,7 +47,7 @@ def hosts(number: int) -> tuple[str, ...]:
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    output, _ = process.communicate(timeout=240)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     return output
 

@@ -61,7 +61,7 @@ def train_on_four_hosts(runs: Sequence[Sequence[str]]) -> None:
             )
             hosts.append(stack.enter_context(host))
             stack.callback(host.kill)
-        errors = [host.communicate(timeout=300)[1] for host in hosts]
+        errors = [host.communicate(timeout=600)[1] for host in hosts]
     assert [host.returncode for host in hosts] == [0] * 4, errors[0]
 
 

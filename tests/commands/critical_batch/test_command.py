@@ -186,7 +186,7 @@ def test_sigterm_saves_the_branch_and_exits_75(run_dir, tmp_path):
     log = path / "critical-batch" / "sqrt-128" / "step-16-batch-4" / "log.txt"
     wait_for(lambda: log.exists() and "ready in" in log.read_text(), process)
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 75 and "The same command continues" in output, output
     assert "of 4 branches are left" in output
     assert "per device x 2 devices" in log.read_text()

@@ -182,7 +182,7 @@ def test_watch_follows_a_run_until_it_is_stopped() -> None:
         file.write(json.dumps(first | {"step": 4, "samples_seen": 64}) + "\n")
     wait_for(lambda: page_data(page)["runs"][0]["axes"]["steps"][-1] == 4, process)
     process.send_signal(signal.SIGINT)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 0, output
     assert "refresh" not in page.read_text().split("</head>")[0].split("<style>")[0]
 

@@ -123,7 +123,7 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
         process,
     )
     process.send_signal(signal.SIGTERM)
-    output, _ = process.communicate(timeout=300)
+    output, _ = process.communicate(timeout=600)
     assert process.returncode == 75, output
     assert "SIGTERM" in output and "1 of 4 trials are left. The same command continues." in output
     results = {r.trial.number: r for r in folder.results("loss")}
