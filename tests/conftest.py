@@ -61,8 +61,8 @@ def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
         if any(item.get_closest_marker(group) for group in ("gpu", "pages", "tpu")):
             item.fixturenames.append("standard_promotion")  # presets and what is imported compute in bfloat16
     long = Counter(item.path for item in items if any(map(item.get_closest_marker, ("runs", "slow"))))
-    # Of the others, the files at the end of the tree compile most.
-    items.sort(key=lambda item: (long[item.path], item.path), reverse=True)
+    # A short run of a program takes minutes. Of the others, the files at the end of the tree compile most.
+    items.sort(key=lambda item: (item.path.parent.name == "programs", long[item.path], item.path), reverse=True)
 
 
 @pytest.fixture(autouse=True)
