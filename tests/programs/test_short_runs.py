@@ -1,6 +1,7 @@
-"""A short run of each program that searches for faults; CONTRIBUTING.md has the long ones.
+"""Short runs of programs that search for faults; CONTRIBUTING.md has the long ones.
 
-That of `differing_hosts` is in `tests/parallel/test_agreement.py`.
+That of `differing_hosts` is in `tests/parallel/test_agreement.py`. Lost hosts and `pods` take CI too long: fixed cases
+of theirs are in `tests/training/test_lost_hosts.py` and `tests/rl/test_hosts.py`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def test_fuzzed_command_lines_and_damaged_files_end_as_the_contract_says() -> No
 
 @pytest.mark.processes
 def test_runs_that_are_killed_at_random_moments_lose_and_repeat_nothing() -> None:
-    run("soak", "--kills", "4", "--seed", "1", "--stores", "gs", "s3")
+    run("soak", "--kills", "2", "--seed", "1", "--stores", "gs", "s3")
 
 
 @pytest.mark.processes
@@ -40,15 +41,5 @@ def test_a_writer_that_was_stopped_for_longer_than_its_lease_changes_nothing() -
 
 
 @pytest.mark.processes
-def test_a_run_that_loses_a_host_goes_on_with_the_others() -> None:
-    run("soak", "--losses", "1", "--seed", "1", "--stores", "local")
-
-
-@pytest.mark.processes
 def test_a_run_on_a_random_mesh_is_that_of_one_device() -> None:
     run("meshes", "--runs", "1", "--seed", "16", "--load", "0")
-
-
-@pytest.mark.processes
-def test_reinforcement_learning_on_random_hosts_is_that_of_one_device() -> None:
-    run("pods", "--runs", "1", "--seed", "36")
