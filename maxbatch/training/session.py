@@ -186,7 +186,7 @@ class Session(Generic[B]):
         self.task.build(self.plan)
         with self._clock.during(TimePart.RESTORING):
             restored = self._restore()
-        if self.checkpoints and not restored and (self.folder.path / "branch.json").exists():
+        if self.checkpoints and not restored and self.folder.is_fork:
             raise ConfigError(
                 f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
                 "which is missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
