@@ -203,18 +203,20 @@ def _is_base(path: AnyPath) -> bool:
     Raises:
       ConfigError: base.yml differs from the table that it shows; what it states would be ignored.
     """
-    from maxbatch.config.base_yml import base_yml
-
     try:
         is_base = isinstance(path, Path) and path.samefile(base_path())
     except (OSError, ValueError):  # the reader names what is wrong with the path
         return False
-    if is_base and path.read_text(encoding="utf-8") != base_yml():
+    if not is_base:
+        return False
+    from maxbatch.config.base_yml import base_yml
+
+    if path.read_text(encoding="utf-8") != base_yml():
         raise ConfigError(
             f"{shown_path(path)}: differs from the table of keys, which holds the defaults; works: a config file of "
             "your own with base_config: base.yml"
         )
-    return is_base
+    return True
 
 
 def _chain(path: AnyPath) -> list[_Stated]:
