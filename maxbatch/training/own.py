@@ -64,6 +64,8 @@ class Loss(Protocol):
 
 
 Optimizer: TypeAlias = OptimizerMaker | optax.GradientTransformation
+# Keys of the config's own optimizer that a user's cannot follow, with the values that switch them off.
+_DECAYS = {"adam_scaling": "none", "adam_b1_half_life": None, "adam_b2_half_life": None, "weight_decay_timescale": None}
 
 
 class Parts(NamedTuple):
@@ -171,10 +173,9 @@ def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> Opt
     """
     if optimizer is None:
         return None
-    defaults = {"adam_scaling": "none", "adam_b1_half_life": None, "adam_b2_half_life": None}
-    for name, default in {**defaults, "weight_decay_timescale": None}.items():
+    for name, default in _DECAYS.items():
         if config[name] != default:
-            works = "none" if default else "null"
+            works = default or "null"
             raise ConfigError(
                 f"{name}={config[name]}: is of the config's own optimizer, and train() was given another; "
                 f"works: {name}={works}"
