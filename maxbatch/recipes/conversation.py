@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from maxbatch.data.store.tokenizers import Tokenizer
 
 
-class Conversation(TrainedRecipe):
+class ConversationRecipe(TrainedRecipe):
     """Conversations, of which the answers are trained on."""
 
     records = "conversations"
@@ -57,4 +57,4 @@ class Conversation(TrainedRecipe):
         return fit_rows(split.store, split.numbers_S, config.max_target_length, config.overlong)
 
 
-RECIPE = Conversation()
+RECIPE = ConversationRecipe()

@@ -75,7 +75,7 @@ def _pair(record: Mapping[str, object]) -> tuple[Conversation | Texts, Conversat
     raise ConversationError("fields prompt, chosen and rejected must be all texts, or all lists of messages")
 
 
-class Pair(TrainedRecipe):
+class PairRecipe(TrainedRecipe):
     """Pairs of a chosen and a rejected answer."""
 
     unit = "pair"
@@ -123,4 +123,4 @@ class Pair(TrainedRecipe):
         return preference_objective(PreferenceConfig.of(config))
 
 
-RECIPE = Pair()
+RECIPE = PairRecipe()

@@ -23,7 +23,7 @@ _REFUSED: Mapping[str, tuple[str, object]] = {
 _ROUTER_LOSSES = ("load_balance_loss_weight", "router_z_loss_weight")
 
 
-class Prompt(TrainedRecipe):
+class PromptRecipe(TrainedRecipe):
     """Prompts of reinforcement learning."""
 
     unit = "prompt"
@@ -56,4 +56,4 @@ def _check_experts(values: Mapping[str, Value], fault: Callable[..., ConfigError
             raise fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)
 
 
-RECIPE = Prompt()
+RECIPE = PromptRecipe()

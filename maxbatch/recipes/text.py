@@ -5,8 +5,8 @@ from __future__ import annotations
 from maxbatch.training.update.recipe import TrainedRecipe
 
 
-class Text(TrainedRecipe):
+class TextRecipe(TrainedRecipe):
     """Text: all of it the defaults."""
 
 
-RECIPE = Text()
+RECIPE = TextRecipe()

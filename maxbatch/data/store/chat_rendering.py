@@ -61,13 +61,13 @@ class Renderer:
         self._sources, self._variables, self._ends = sources, variables, ends
         self._programs: dict[str, Template] = {}
 
-    def __call__(self, question: Conversation) -> Rendered:
+    def __call__(self, conversation: Conversation) -> Rendered:
         """Returns the text of a conversation, and the spans of the assistant's messages.
 
         Raises:
           ConversationError: the template refuses the conversation, or the assistant's parts cannot be found in it.
         """
-        messages, extras, first, untrained, prompts = question
+        messages, extras, first, untrained, prompts = conversation
         source = self._sources.get("tool_use") if extras.get("tools") else None
         source = source or self._sources.get("default", "")
         text, spans = self._text(source, messages, extras, add_generation_prompt=prompts)
@@ -85,11 +85,11 @@ class Renderer:
             begin = len(self._text(source, messages[:first], extras).text) if first else 0
             return Rendered(text, [span for span in spans if span[0] >= begin])
         trained = [turn for turn in turns if turn >= first and turn not in untrained]
-        return Rendered(text, [self._turn(source, text, question, turn) for turn in trained])
+        return Rendered(text, [self._turn(source, text, conversation, turn) for turn in trained])
 
-    def _turn(self, source: str, text: str, question: Conversation, turn: int) -> Span:
+    def _turn(self, source: str, text: str, conversation: Conversation, turn: int) -> Span:
         """Returns the span of the assistant's message number `turn`."""
-        messages, extras = question.messages, question.extras
+        messages, extras = conversation.messages, conversation.extras
         prompt = self._text(source, messages[:turn], extras, add_generation_prompt=True).text
         so_far = self._text(source, messages[: turn + 1], extras).text
         end_token = next((token for token in self._ends if token and so_far.rstrip().endswith(token)), None)

@@ -99,8 +99,8 @@ class Conversations:
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
         read = [self._read(record) for record in records]
-        questions = [one for parts in read for one in parts if isinstance(one, Conversation)]
-        rendered = iter(self.template.render(questions) if questions else [])
+        conversations = [one for parts in read for one in parts if isinstance(one, Conversation)]
+        rendered = iter(self.template.render(conversations) if conversations else [])
         encoded: list[tuple[Encoded, ...] | None] = []
         for number, parts in enumerate(read):
             found = [next(rendered) if isinstance(one, Conversation) else one for one in parts]
@@ -239,9 +239,9 @@ def _text(record: Mapping[str, object], name: str, default: str | None = None) -
     return value
 
 
-def _checked(question: Conversation, completion_only: bool) -> Conversation:
+def _checked(conversation: Conversation, completion_only: bool) -> Conversation:
     """Returns a conversation with the messages to leave out of training; raises ConversationError if it has no end."""
-    messages = question.messages
+    messages = conversation.messages
     if messages[-1]["role"] == "user":
         raise ConversationError("ends with a message of the user, and no message of the assistant answers it")
     stated = [_is_trained(message, number) for number, message in enumerate(messages, 1)]
@@ -254,7 +254,7 @@ def _checked(question: Conversation, completion_only: bool) -> Conversation:
                 "all; works: sft_train_on_completion_only=true"
             )
     plain = [{key: value for key, value in message.items() if key not in _WEIGHTS} for message in messages]
-    return question._replace(messages=plain, untrained=frozenset(i for i, one in enumerate(stated) if one is False))
+    return conversation._replace(messages=plain, untrained=frozenset(i for i, one in enumerate(stated) if one is False))
 
 
 def _is_trained(message: Mapping[str, object], number: int) -> bool | None:
