@@ -140,6 +140,7 @@ def _text_of(name: str, value: object) -> str:
 
 def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Mapping[str, Setting]:
     """Reads the config of a run as `load_config` does, and says which layer each value comes from."""
+    _refuse_edited_base()
     files = _chain(find_config(path)) if path is not None else []
     above = [*files[-1:], _Stated("environment", _environment()), _Stated("override", _overrides(overrides))]
     _refuse_unknown(files[:-1], above, path)
@@ -197,26 +198,28 @@ def _base_layer() -> _Layer:
     return {name: Setting(key.read(key.default), "base.yml") for name, key in _KEYS.items()}
 
 
-def _is_base(path: AnyPath) -> bool:
-    """Returns whether a path is that of base.yml.
-
-    Raises:
-      ConfigError: base.yml differs from the table that it shows; what it states would be ignored.
-    """
-    try:
-        is_base = isinstance(path, Path) and path.samefile(base_path())
-    except (OSError, ValueError):  # the reader names what is wrong with the path
-        return False
-    if not is_base:
-        return False
+def _refuse_edited_base() -> None:
+    """Raises ConfigError if base.yml differs from the table that it shows: what it states would be ignored."""
     from maxbatch.config.base_yml import base_yml
 
-    if path.read_text(encoding="utf-8") != base_yml():
+    path = base_path()
+    try:
+        is_edited = path.read_text(encoding="utf-8") != base_yml()
+    except FileNotFoundError:  # nothing states anything
+        return
+    if is_edited:
         raise ConfigError(
             f"{shown_path(path)}: differs from the table of keys, which holds the defaults; works: a config file of "
             "your own with base_config: base.yml"
         )
-    return True
+
+
+def _is_base(path: AnyPath) -> bool:
+    """Returns whether a path is that of base.yml."""
+    try:
+        return isinstance(path, Path) and path.samefile(base_path())
+    except (OSError, ValueError):  # the reader names what is wrong with the path
+        return False
 
 
 def _chain(path: AnyPath) -> list[_Stated]:

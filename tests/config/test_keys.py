@@ -36,13 +36,16 @@ def test_base_yml_shows_the_sections_their_keys_and_their_sentences_once_and_in_
     assert len(KEYS) <= 230
 
 
-def test_an_edited_base_yml_is_refused_as_a_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_named", [True, False])
+def test_an_edited_base_yml_is_refused_whether_it_is_named_or_not(
+    is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "base.yml").write_text(base_yml().replace("steps: 200", "steps: 300"))
     monkeypatch.setattr(loading, "configs_dir", lambda: tmp_path)
     with pytest.raises(
         ConfigError, match=r"base\.yml: differs from the table of keys.*works: a config file of your own"
     ):
-        load_config(tmp_path / "base.yml")
+        load_config(tmp_path / "base.yml" if is_named else None)
 
 
 def test_every_default_is_a_value_that_its_row_allows() -> None:
