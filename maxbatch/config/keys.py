@@ -36,6 +36,7 @@ from maxbatch.config.values import Bounds, Scalar, Value
 
 # The types of fields that name a kind of text or number (`values.Scalar`).
 Quantity = Annotated[int, "quantity"]
+BatchSize = Annotated[int | str, "batch"]
 Exact = Annotated[int | float | Fraction, "exact"]
 Choice = Annotated[str, "choice"]
 Words = Annotated[str, "choices"]

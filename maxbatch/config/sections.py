@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from maxbatch.config.families import DEFAULT_FAMILY, FAMILIES
 from maxbatch.config.keys import (
     OURS,
+    BatchSize,
     Choice,
     DataPaths,
     Exact,
@@ -77,9 +78,9 @@ class LengthConfig(Section):
     """How long: exactly one of the first four (a higher layer displaces the others), and the length of a row."""
 
     steps: int | None = key(200, "optimizer updates", NOTHING, COUNT, "updates", part=Part.LENGTH, warm_start=False)
-    train_samples: Quantity | None = key(None,
-        "samples (rows); suffixes K, M, B", NOTHING, COUNT, "samples", part=Part.LENGTH, maxtext=OURS, warm_start=False)
-    train_tokens: Quantity | None = key(None, "tokens (slots), rounded up to a sample; suffixes K, M, B",
+    train_samples: Quantity | None = key(None, "samples (rows); suffixes K, M, B or Ki, Mi, Gi",
+        NOTHING, COUNT, "samples", part=Part.LENGTH, maxtext=OURS, warm_start=False)
+    train_tokens: Quantity | None = key(None, "tokens (slots), rounded up to a sample; suffixes K, M, B or Ki, Mi, Gi",
         NOTHING, COUNT, "tokens", part=Part.LENGTH, maxtext=OURS, warm_start=False)
     num_epochs: Exact | None = key(None, "passes over the training split, may be fractional; not for a mixture",
         NOTHING, POSITIVE, "passes", part=Part.LENGTH, maxtext="num_epoch", warm_start=False)
@@ -95,11 +96,12 @@ class BatchConfig(Section):
         BATCH, ROWS, "rows per device", part=Part.BATCH)
     gradient_accumulation_steps: int | None = key(1, "g >= 1: micro-batches per update; global batch = p x devices x g",
         BATCH, SAMPLES, "micro-batches", part=Part.BATCH)
-    global_batch_size: int | None = key(None, "instead of g: samples per update, kept on any number of devices; p "
-        "then limits a pass and g is computed; if g is stated too, p is computed",
+    global_batch_size: BatchSize | None = key(None, "instead of g: samples per update, or tokens in whole samples "
+        "(2Mit, 2097152t), kept on any number of devices; p then limits a pass and g is computed; if g is stated too, "
+        "p is computed",
         BATCH, SAMPLES, "samples", part=Part.BATCH, maxtext=OURS)
-    batch_size_schedule: str | None = key(None, 'instead of g: "0:256 100000:512 250Bt:1024", samples (or tokens, '
-        'suffix t):global batch; or "seesaw 256 2"', BATCH, part=Part.BATCH, maxtext=OURS)
+    batch_size_schedule: str | None = key(None, 'instead of g: "0:256 100000:512 250Bt:4Mit", samples:global '
+        'batch, each of them in tokens with the suffix t; or "seesaw 256 2"', BATCH, part=Part.BATCH, maxtext=OURS)
     batch_padding: bool = key(False,
         "true: a batch stated globally need not divide; rows of zero weight fill the last pass", BATCH, maxtext=OURS)
     expansion_factor_real_data: Exact = key(-1, "e: -1 or 1 every host loads; e > 1 one host in e loads; 0 < e < 1 a "
@@ -489,7 +491,7 @@ class EvaluationConfig(Section):
     eval_steps: int = key(-1, "most batches of an eval, so its samples depend on the devices; -1: the whole held-out "
         "part", NOTHING, COUNT_OR_OFF, "batches")
     eval_samples: Quantity | None = key(None, "most samples of an eval, the same on any devices; null: the whole "
-        "held-out part; suffixes K, M, B", NOTHING, COUNT, "samples", maxtext=OURS)
+        "held-out part; suffixes K, M, B or Ki, Mi, Gi", NOTHING, COUNT, "samples", maxtext=OURS)
     eval_tasks: str = key("", "lm-evaluation-harness tasks scored at each eval, by commas: names, patterns, files, "
         'folders; "": none', NOTHING, maxtext=OURS, warm_start=False)
     eval_tasks_limit: int | None = key(None,

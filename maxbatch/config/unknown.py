@@ -19,7 +19,7 @@ from maxbatch.config.keys import Entry, Key
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
 from maxbatch.config.words.convert import OF_LOSS, Setting, converted, rampup_schedule
-from maxbatch.config.words.together import together
+from maxbatch.config.words.together import OF_OLMO, together
 from maxbatch.system.errors import ConfigError
 
 _MOST_ANSWERS = 40
@@ -208,6 +208,8 @@ def _settings(
     beside = {} if setting.is_of_prompts else dict(own)  # a batch of prompts is stated again, to replace it
     if any(row and row.word in OF_LOSS for row in rows.values()):
         beside.pop("learning_rate", None)  # it is stated again, for the mean
+    if OF_OLMO in words:
+        beside.pop("global_batch_size", None)  # it is stated again, in tokens
     if any(dict(stated)[name] != text or beside.get(name, text) != text for name, text in stated):
         return setting, ""
     values = settled(place_of)

@@ -10,6 +10,7 @@ import difflib
 import math
 import operator
 import re
+import string
 import sys
 from collections.abc import Callable, Iterable
 from fractions import Fraction
@@ -23,7 +24,8 @@ Value = bool | Number | str | None
 NULLS = ("", "~", "null", "none")
 TEXTS = ("text", "local", "path", "paths")
 
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9}
+SUFFIXES = "suffixes K, M, B; Ki, Mi, Gi"  # for messages
+_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _LARGEST = 2**63 - 1
 _ENDS = (
@@ -74,9 +76,9 @@ def _short(end: float) -> str:
 class Scalar:
     """A named value that is read from text.
 
-    Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes K, M, B); real;
-    exact (a decimal or fraction without rounding); text; path (of this machine); or paths (of data,
-    joined by ";").
+    Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes such as K or Mi);
+    batch (samples, a whole number, or tokens, a text such as 2Mit); real; exact (a decimal or fraction without
+    rounding); text; path (of this machine); or paths (of data, joined by ";").
     """
 
     name: str  # what states it, for messages
@@ -102,6 +104,8 @@ class Scalar:
             self._check_place(text)
             # An empty text is the null of a text; "none" without quotes is a word.
             return text if not is_null or text.strip().lower() == "none" else ""
+        if self.kind == "batch" and text.endswith("t"):
+            return self._tokens(text)
         if self.kind in NUMBERS:
             return self._number(text)
         if self.kind == "choices":
@@ -135,6 +139,13 @@ class Scalar:
             return text.lower() == "true"
         nearest = "true" if text.lower() in ("1", "yes", "on", "y", "t") else "false"
         raise self.fault(text, "true or false", nearest)
+
+    def _tokens(self, text: str) -> str:
+        """Returns a batch in tokens as it is stated."""
+        tokens = in_tokens(text)
+        if tokens.denominator != 1 or not 1 <= tokens <= _LARGEST:
+            raise self.fault(text, f"a whole number of tokens from 1 to {_LARGEST}", "2Mit")
+        return text
 
     def _number(self, text: str) -> Number:
         parse, rule = NUMBERS[self.kind]
@@ -191,15 +202,40 @@ def _quantity(text: str) -> _Parsed:
     return None, f"{plain_number(trillions * 1000)}B" if is_allowed else value
 
 
+def _batch(text: str) -> _Parsed:
+    value, near = _whole(text)
+    suffix = text[-1:].upper()
+    if suffix in "KMBG" and suffix and (digits := _whole(text[:-1].strip())[0]):
+        return None, f"{digits}{'G' if suffix == 'B' else suffix}it"
+    return value, near
+
+
 def amount(text: str) -> Fraction | None:
-    """Returns the exact value of a number with or without a suffix K, M or B; None for any other text."""
-    suffix = text[-1:].upper() if text[-1:].upper() in _SUFFIXES else ""
-    number = _decimal(text[: len(text) - len(suffix)].strip())
-    return None if number is None else number * _SUFFIXES[suffix]
+    """Returns the exact value of a number, with or without a suffix; None for any other text.
+
+    The suffixes K, M and B are powers of 1,000; Ki, Mi and Gi powers of 1,024.
+    """
+    digits = text.rstrip(string.ascii_letters)
+    scale = _SUFFIXES.get(text[len(digits) :].upper())
+    number = None if scale is None else _decimal(digits.strip())
+    return None if number is None or scale is None else number * scale
+
+
+def counted(text: str, slots: int) -> Fraction | None:
+    """Returns the samples that a text counts, or counts in tokens with the suffix t; None: it is no count.
+
+    Args:
+      text: such as `256`, `100K` or `2Mit`.
+      slots: tokens of a sample.
+    """
+    number = amount(text.removesuffix("t"))
+    if number is None or not 0 <= number <= _LARGEST:
+        return None
+    return number / slots if text.endswith("t") else number
 
 
 def in_tokens(text: str | None) -> Fraction:
-    """Returns the tokens that `2Mt` or `6725.5t` says, the `t` left out or not; 0 for a text that says none."""
+    """Returns the tokens that `2Mit` or `6725.5t` states, with or without its `t`; 0 for any other text."""
     value = None if text is None else amount(text.strip().removesuffix("t"))
     return Fraction(0) if value is None else value
 
@@ -225,7 +261,8 @@ def _real(text: str) -> _Parsed:
 
 NUMBERS: dict[str, tuple[Callable[[str], _Parsed], str]] = {
     "int": (_whole, "a whole number"),
-    "quantity": (_quantity, "a whole number (suffixes K, M, B)"),
+    "quantity": (_quantity, f"a whole number ({SUFFIXES})"),
+    "batch": (_batch, "a whole number of samples or of tokens (2Mit)"),
     "exact": (_exact, "a number or a fraction such as 1/3"),
     "real": (_real, "a finite number"),
 }

@@ -157,7 +157,7 @@ def _block(path: AnyPath, block: str, node: yaml.Node) -> Iterator[Entry]:
         if _is_mapping(value_node) and value_node.value:
             yield from _block(path, f"{block}.{name}", value_node)
         else:
-            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else ""
+            text = value_node.value if isinstance(value_node, yaml.ScalarNode) else _as_json(value_node)
             yield Entry(f"{block}.{name}", text, True, where)
 
 
@@ -169,12 +169,24 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
     if name == "dataset_path" and isinstance(node, yaml.MappingNode):
         return Entry(name, _in_braces(node, where), False, where)
     if name not in _NAMES and not isinstance(node, yaml.ScalarNode):
-        return Entry(name, "", False, where)  # an unknown key is refused as such, with all others
+        return Entry(name, _as_json(node), False, where)  # an unknown key is refused as such, with all others
     if not isinstance(node, yaml.ScalarNode):
         rule = "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"
         raise ConfigError(f"{where}: {shown(name)} takes {rule}")
     refuse_tag(node, name, where)
     return Entry(name, node.value, node.style is None, where)
+
+
+def _as_json(node: yaml.Node) -> str:
+    """Returns a list of scalars and flat mappings in one line, for the answer to an unknown key; "" for others."""
+    items = node.value if isinstance(node, yaml.SequenceNode) else []
+    found: list[object] = []
+    for item in items:
+        pairs_of = item.value if isinstance(item, yaml.MappingNode) else []
+        if not all(isinstance(part, yaml.ScalarNode) for pair in pairs_of for part in pair):
+            return ""
+        found.append({name.value: value.value for name, value in pairs_of} if pairs_of else item.value)
+    return json.dumps(found, ensure_ascii=False, default=str) if found else ""
 
 
 def _in_braces(node: yaml.Node, where: str) -> str:

@@ -253,6 +253,10 @@ class BatchPlan:
         """The stages of the run; a single one without a ramp."""
         return self.manager.stages
 
+    def tokens_of(self, stage: int) -> int:
+        """Returns the tokens (slots) of an update in a stage."""
+        return self.stages[stage].global_batch_size // self.manager.num_minibatches * self.slots_per_sample
+
     def to_dict(self) -> dict[str, Any]:
         """Returns the object of `maxbatch plan --json`: whole numbers as int, fractions as float."""
         names = [field.name for field in dataclasses.fields(self) if field.name not in _NOT_NUMBERS]
@@ -262,6 +266,7 @@ class BatchPlan:
         plan["warnings"] = list(self.warnings)
         plan["stages"] = [
             {name: _json(value) for name, value in self.stages[number]._asdict().items() if name != "threshold"}
+            | {"tokens_per_step": self.tokens_of(number)}
             | self.decays[number]._asdict()
             for number in self.manager.listed
         ]

@@ -22,6 +22,7 @@ from maxbatch.plan.stages import (
     MOST_SAMPLES,
     Batches,
     StatedStage,
+    constant_batch,
     nearest_multiple,
     nearest_ramp,
     pass_rows,
@@ -29,6 +30,7 @@ from maxbatch.plan.stages import (
     stated_batches,
     stated_schedule,
     stated_stages,
+    tokens_text,
 )
 
 _MOST_PARTS = 2**20  # pipeline microbatches
@@ -165,9 +167,11 @@ def _unheld_share(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     """Returns the refusal of a global batch whose rows per pass the devices cannot hold."""
     key, g = "global_batch_size", config.batch.gradient_accumulation_steps or 1
     rule = f"must be {g} accumulation steps x a multiple of {unit.rows} ({unit})"
-    works: dict[str, Value] = {key: nearest_multiple(config[key], unit.rows * g, MOST_SAMPLES)}
+    batch = constant_batch(config)
+    assert batch is not None, "p follows from it"
+    works: dict[str, Value] = {key: nearest_multiple(batch, unit.rows * g, MOST_SAMPLES)}
     if unit.rows * g > MOST_SAMPLES:
-        works = {"gradient_accumulation_steps": 1, key: nearest_multiple(config[key], unit.rows, MOST_SAMPLES)}
+        works = {"gradient_accumulation_steps": 1, key: nearest_multiple(batch, unit.rows, MOST_SAMPLES)}
     return Refusal(config, key, rule, works if unit.rows <= MOST_SAMPLES else {"num_pipeline_microbatches": -1})
 
 
@@ -194,6 +198,8 @@ def _unheld_batches(
     fitting = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches]
     key = "global_batch_size"
     batch: Value = fitting[0][1]
+    if isinstance(config.batch.global_batch_size, str):
+        batch = tokens_text(fitting[0][1], config.slots_per_sample)
     if config.batch.batch_size_schedule is not None:
         named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
         rule = f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true"

@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from maxbatch.config.sections import RatesConfig
-from maxbatch.config.values import Value, amount
+from maxbatch.config.values import Value, amount, counted
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rate_shape import has_fallen, rate_shape, warm_up_end
 from maxbatch.plan.refusal import Refusal
@@ -51,11 +51,14 @@ class Seesaw(NamedTuple):
         words = [] if text is None else text.split()
         if not words or words[0] != "seesaw":
             return None
-        numbers = [amount(word) for word in words[1:]]
-        first, factor = numbers if len(numbers) == 2 else (None, None)
+        slots = config.slots_per_sample
+        first, factor = (counted(words[1], slots), amount(words[2])) if len(words) == 3 else (None, None)
         if not (_is_whole(first, 1) and _is_whole(factor, 2)):
-            rule = "must be seesaw, the first batch in samples, and a whole factor of at least 2"
-            raise Refusal(config, _KEY, rule, {_KEY: _EXAMPLE})
+            rule = "must be seesaw, the first batch in samples or their tokens, and a whole factor of at least 2"
+            works = _EXAMPLE
+            if first and words[1].endswith("t") and _is_whole(factor, 2):
+                works = f"seesaw {max(1, round(first)) * slots}t {words[2]}"
+            raise Refusal(config, _KEY, rule, {_KEY: works})
         assert first is not None and factor is not None, "both were checked above"
         lowest = rate_shape(config.rates, 1, 1)
         if lowest * factor >= 1:

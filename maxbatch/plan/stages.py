@@ -7,11 +7,11 @@ N devices, p rows per device, g accumulation steps, M micro-batch, B global batc
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
-from maxbatch.config.values import Value, amount, exact, shown
+from maxbatch.config.values import Value, counted, exact, shown
 from maxbatch.plan.divisors import divisors
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
@@ -62,7 +62,7 @@ def stated_stages(config: PlanConfig, num_devices: int) -> list[StatedStage]:
 def pass_rows(config: PlanConfig, num_devices: int) -> Fraction:
     """Returns p x N, the rows of one pass; without p they follow from the global batch and its accumulation steps."""
     if config.batch.per_device_batch_size is None:
-        batch, g = config.batch.global_batch_size, config.batch.gradient_accumulation_steps
+        batch, g = constant_batch(config), config.batch.gradient_accumulation_steps
         if batch is None or g is None:
             rule = "must be stated, or follow from global_batch_size and gradient_accumulation_steps"
             raise Refusal(config, "per_device_batch_size", rule, {"per_device_batch_size": 1})
@@ -83,9 +83,32 @@ def increments(config: PlanConfig) -> int:
     raise Refusal(config, "per_device_batch_size_increment", rule, nearest_ramp(config))
 
 
+def constant_batch(config: PlanConfig) -> int | None:
+    """Returns the samples of `global_batch_size`, which may state them in tokens; None: it is not stated.
+
+    Raises:
+      ConfigError: the tokens are not whole samples, or too many.
+    """
+    batch, slots = config.batch.global_batch_size, config.slots_per_sample
+    if not isinstance(batch, str):
+        return batch
+    samples = counted(batch, slots)
+    assert samples is not None, "the config has read it"
+    nearest = nearest_multiple(samples, 1, MOST_SAMPLES)
+    if samples != nearest:
+        works = {"global_batch_size": tokens_text(nearest, slots)}
+        raise Refusal(config, "global_batch_size", _whole_samples(slots), works)
+    return int(samples)
+
+
+def tokens_text(samples: Fraction | int, slots: int) -> str:
+    """Returns a batch in tokens as a config states it."""
+    return f"{int(samples * slots)}t"
+
+
 def stated_batches(config: PlanConfig) -> Batches | None:
     """Returns the batches that `global_batch_size` or `batch_size_schedule` states; None: neither is stated."""
-    constant, schedule = config.batch.global_batch_size, config.batch.batch_size_schedule
+    constant, schedule = constant_batch(config), config.batch.batch_size_schedule
     if schedule is None:
         return None if constant is None else [(Fraction(0), constant)]
     if seesaw := Seesaw.if_stated(config):
@@ -104,12 +127,13 @@ def stated_batches(config: PlanConfig) -> Batches | None:
 
 
 def parse_schedule(text: str, length: int) -> Batches:
-    """Reads "0:256 100000:512 250Bt:1536": pairs of threshold and batch, separated by blanks or commas.
+    """Reads "0:256 100000:512 250Bt:4Mit": pairs of threshold and batch, separated by blanks or commas.
 
-    A threshold counts samples, or tokens (`length` per sample) with the suffix t; the suffixes K, M and B scale it.
+    Each of them counts samples, or tokens (`length` per sample) with the suffix t.
 
     Raises:
-      ConfigError: a pair cannot be read, the first threshold is not 0, or thresholds do not rise.
+      ConfigError: a pair cannot be read, a batch in tokens is not whole samples, the first threshold is not 0, or
+        thresholds do not rise.
     """
 
     def refusal(rule: str, works: str) -> Refusal:
@@ -122,7 +146,9 @@ def parse_schedule(text: str, length: int) -> Batches:
     batches: list[tuple[Fraction, int]] = []
     for word in words:
         left, _, right = word.partition(":")
-        threshold, batch = _amount(left, length), _amount(right, None)
+        threshold, batch = counted(left, length), counted(right, length)
+        if batch and right.endswith("t") and batch.denominator != 1:
+            raise refusal(f"{shown(right)}: {_whole_samples(length)}", " ".join(_in_whole_samples(words, length)))
         if threshold is None or batch is None or batch.denominator != 1 or not 1 <= batch <= MOST_SAMPLES:
             raise refusal(f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
         batches.append((threshold, int(batch)))
@@ -203,10 +229,13 @@ def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
     return end
 
 
-def _amount(text: str, length: int | None) -> Fraction | None:
-    """Returns a count of samples, or of tokens (suffix t) where a length is given; None: not a count."""
-    per_sample = 1
-    if length is not None and text.endswith("t"):
-        text, per_sample = text[:-1], length
-    number = amount(text)
-    return number / per_sample if number is not None and 0 <= number <= _LARGEST else None
+def _in_whole_samples(words: Sequence[str], slots: int) -> Iterator[str]:
+    """Yields the pairs of a schedule with batches in tokens rounded to whole samples."""
+    for word in words:
+        left, _, right = word.partition(":")
+        batch = counted(right, slots) if right.endswith("t") else None
+        yield word if batch is None else f"{left}:{tokens_text(nearest_multiple(batch, 1, MOST_SAMPLES), slots)}"
+
+
+def _whole_samples(slots: int) -> str:
+    return f"tokens of a batch must be whole samples of {slots} tokens"

@@ -216,6 +216,8 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequen
         f"micro{of_pairs}",
         f"global{of_pairs}",
     ]
+    is_ramp = len(plan.stages) > 1
+    heads += ["tokens"] if is_ramp else []
     padded = any(stage.padded_slots_per_step for stage in plan.stages)
     heads += ["padded"] if padded else []
     heads += ["lr scale"] if scaled else []
@@ -233,6 +235,7 @@ def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequen
         index = listed[place]
         stage = plan.stages[index]
         cells = [str(index), *(number_text(getattr(stage, name)) for name in _STAGE_NUMBERS)]
+        cells += [number_text(plan.tokens_of(index))] if is_ramp else []
         cells += [str(stage.padded_slots_per_step)] if padded else []
         cells += [f"{stage.learning_rate_scale:.4g}"] if scaled else []
         cells += [f"{getattr(plan.decays[index], name):.4g}" for name in decays]

@@ -142,12 +142,18 @@ def test_words_and_a_machine_give_the_batch_that_they_give_there(
         (
             "num_tokens_per_train_step=1048576 max_context_length=2048 num_tokens_per_microbatch_per_dp_rank=8192 "
             "--devices 8",
-            "global_batch_size=512 max_target_length=2048 per_device_batch_size=4",
+            "global_batch_size=1048576t max_target_length=2048 per_device_batch_size=4",
         ),
         (
             "--micro-batch-size 2 --global-batch-size 64 --tensor-model-parallel-size 2 --devices 8",
             "per_device_batch_size=1 global_batch_size=64 ici_tensor_parallelism=2",
         ),
+        (  # OLMo-core counts both in tokens
+            "rank_microbatch_size=512 global_batch_size=4096",
+            "global_batch_size=4096t per_device_batch_size=2",
+        ),
+        ("data_loader.global_batch_size=65536 sequence_length=512", "global_batch_size=65536t max_target_length=512"),
+        ("train_batch_size=2Mit", "global_batch_size=2Mit"),
         (
             "train_batch_size=30 allow_nondivisible_batch_size=true --devices 8",
             "global_batch_size=30 batch_padding=true",
@@ -166,7 +172,6 @@ def test_hints_combine(line: str, works: str) -> None:
         "train_batch_size=256 train_micro_batch_size_per_gpu=16 gas=4 --devices 8",  # 512
         "per_device_batch_size=4 per_device_train_batch_size=16",
         "num_replicas=4 per_replica_batch_size=8 --devices 2",
-        "rank_microbatch_size=512 global_batch_size=4096",  # in tokens there
     ],
 )
 def test_words_that_contradict_each_other_have_no_works(line: str) -> None:

@@ -108,7 +108,7 @@ def test_the_top_level_numbers_are_the_last_stages() -> None:
     assert set(last) == {
         "per_device_batch_size", "global_batch_size", "gradient_accumulation_steps", "micro_batch_size_to_train_on",
         "first_step", "num_steps", "first_sample", "num_samples", "learning_rate_scale",
-        "adam_b1", "adam_b2", "adam_weight_decay", "parameter_average", "padded_slots_per_step",
+        "adam_b1", "adam_b2", "adam_weight_decay", "parameter_average", "padded_slots_per_step", "tokens_per_step",
     }  # fmt: skip
     constant = plan_of([]).to_dict()
     assert (constant["rampup_end_step"], constant["rampup_end_sample"], len(constant["stages"])) == (0, 0, 1)

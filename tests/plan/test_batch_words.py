@@ -73,6 +73,7 @@ THERE: dict[str, tuple[Callable[[], Update], int]] = {  # the update, and the de
     "keras-dataset": (lambda: keras(256, 8), 8),
     "drops-the-rest": (lambda: passes(10, 4, 8), 8),
     "megatron-count": (lambda: megatron(2, 96, 8), 8),
+    "tokens-of-an-update": (lambda: ddp(65536 // 256 // 8, 8), 8),
     "maxtext-doc-names": (lambda: passes(4 * 2, 4, 8), 8),
 }
 

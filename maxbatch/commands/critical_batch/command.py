@@ -16,7 +16,7 @@ from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
 from maxbatch.commands.critical_batch.results import TOLERANCE_UNIT, Measurement
 from maxbatch.config.loading import keys
-from maxbatch.config.values import Bounds, Scalar, exact
+from maxbatch.config.values import SUFFIXES, Bounds, Scalar, exact
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
 from maxbatch.runs.json_file import read_json, write_json
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument(
         "--samples", metavar="N", help="samples of every branch (default: 32 updates of the largest batch)",
-        type=read_by(Scalar("", "quantity", Bounds(1)).read, "a number of samples (suffixes K, M, B)", "4K"),
+        type=read_by(Scalar("", "quantity", Bounds(1)).read, f"a number of samples ({SUFFIXES})", "4K"),
     )  # fmt: skip
     parser.add_argument(
         "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",

@@ -143,4 +143,4 @@ def _step(text: str) -> Fraction:
 
 
 def _is_whole(key: Key) -> bool:
-    return key.kind in ("int", "quantity")
+    return key.kind in ("int", "quantity", "batch")

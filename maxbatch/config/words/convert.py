@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 
-from maxbatch.config.values import Value, exact, plain_number, schedule_text
+from maxbatch.config.recipes import slots_per_sample
+from maxbatch.config.values import Value, counted, exact, plain_number, schedule_text
 
 OF_LOSS = ("reduction", "loss_reduction")  # words that say how a loss adds up its tokens
 _MODEL_AXES = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline"))
@@ -33,9 +36,16 @@ class Setting:
         stated = [size for size in sizes if isinstance(size, int) and size > 0]
         return math.prod(stated) if len(stated) == len(sizes) else None
 
+    @property
+    def slots_per_sample(self) -> int | None:
+        """Tokens that a sample has room for; None where the config is unknown."""
+        return slots_per_sample(self.values) if self.values else None
+
     def number(self, name: str) -> Fraction | None:
-        """Returns the value of a number key; None where it is null or unknown."""
+        """Returns the value of a number key, a batch in tokens as samples; None where it is null or unknown."""
         value = self.values.get(name)
+        if name == "global_batch_size" and isinstance(value, str):
+            return counted(value, slots_per_sample(self.values))
         return exact(value) if isinstance(value, int | float | Fraction) else None
 
 
@@ -44,6 +54,8 @@ def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
     if word in OF_LOSS:
         rate = _rate_of_sum(setting) if text.strip().lower() == "sum" else None
         return None if rate is None else {"learning_rate": text_of(rate)}
+    if word == "train_batch_size" and (schedule := _phases(text)):
+        return {"batch_size_schedule": schedule}
     convert, value = _CONVERSIONS.get(word), read_number(text)
     found = convert(value, setting) if convert and value else None
     return None if found is None else {name: text_of(number) for name, number in found.items()}
@@ -61,6 +73,21 @@ def read_number(text: str) -> Fraction | None:
 def text_of(number: Fraction) -> str:
     """Returns a number as an override states it, exactly."""
     return str(plain_number(number))
+
+
+def _phases(text: str) -> str | None:
+    """Returns `batch_size_schedule` for Levanter's list of phases, each a first update and its batch; None: no list."""
+    try:
+        phases = [(int(phase["start"]), int(phase["value"])) for phase in json.loads(text)]
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    starts = [start for start, _ in phases]
+    if not phases or starts[0] != 0 or starts != sorted(set(starts)) or min(batch for _, batch in phases) < 1:
+        return None
+    samples = [0]
+    for (start, batch), (end, _) in itertools.pairwise(phases):
+        samples.append(samples[-1] + (end - start) * batch)
+    return schedule_text(zip(samples, (batch for _, batch in phases), strict=True))
 
 
 def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | None:

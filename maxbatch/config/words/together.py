@@ -10,9 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.config.values import in_tokens
 from maxbatch.config.words import look_up
 from maxbatch.config.words.convert import Setting, read_number, text_of
 
+OF_OLMO = "rank_microbatch_size"  # a word of OLMo-core, which counts global_batch_size in tokens too
 # The first of each is the product of the two others.
 _PRODUCTS = (
     ("devices", "hosts", "devices_of_host"),
@@ -52,7 +54,7 @@ _OF_BATCH = {
     "rows_of_pass": ("micro_batch_size_to_train_on",),
     "loaded": ("global_batch_size_to_load", "global_batch_to_load"),
     "loading_hosts": ("num_loading_hosts",),
-    "tokens": ("tokens_per_step", "tokens_per_batch", "num_tokens_per_train_step"),
+    "tokens": ("tokens_per_step", "tokens_per_batch", "num_tokens_per_train_step", "data_loader.global_batch_size"),
     "tokens_of_rows": ("num_tokens_per_microbatch_per_dp_rank", "rank_microbatch_size"),
 }  # fmt: skip
 _QUANTITY = {
@@ -87,8 +89,9 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
             stated[word] = quantity, value
     if not stated:
         return Together({}, setting.devices, setting.hosts)
-    if "rank_microbatch_size" in stated and "global_batch_size" in own:
-        return None  # OLMo-core counts both in tokens
+    of_olmo = read_number(own.get("global_batch_size", "")) if OF_OLMO in stated else None
+    if of_olmo:
+        own = {**own, "global_batch_size": f"{text_of(of_olmo)}t"}
     facts = [*stated.values(), *_facts(own, setting)]
     known = _solved(facts)
     if known is not None and "devices_of_host" in known and "hosts" not in known:
@@ -99,6 +102,8 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
         return None
     ours = {word: _ours(quantity, known) for word, (quantity, _) in stated.items()}
     settings = {word: found for word, found in ours.items() if found is not None}
+    if of_olmo and OF_OLMO in settings:
+        settings[OF_OLMO] = {"global_batch_size": own["global_batch_size"], **settings[OF_OLMO]}
     return Together(settings, _count(known, "devices"), _count(known, "hosts"))
 
 
@@ -113,11 +118,13 @@ def _facts(own: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Frac
     """Yields the quantities of the machine, of the mesh, and of our keys beside the words."""
     machine = {"devices": setting.devices, "hosts": setting.hosts, "devices_of_replica": setting.devices_of_replica}
     yield from ((name, Fraction(count)) for name, count in machine.items() if count)
-    if length := setting.number("max_target_length"):
-        yield "length", length
+    if length := setting.slots_per_sample:
+        yield "length", Fraction(length)
     if not setting.is_of_prompts:
-        texts = ((quantity, read_number(own.get(key, ""))) for key, quantity in _OF_KEY.items())
-        yield from ((quantity, value) for quantity, value in texts if value)
+        texts = ((quantity, own.get(key, "")) for key, quantity in _OF_KEY.items())
+        yield from ((quantity, value) for quantity, text in texts if (value := read_number(text)))
+        if own.get("global_batch_size", "").endswith("t") and (tokens := in_tokens(own["global_batch_size"])):
+            yield "tokens", tokens
 
 
 def _as_configured(known: _Known, setting: Setting) -> Iterator[tuple[str, Fraction]]:
@@ -159,6 +166,8 @@ def _ours(quantity: str, known: _Known) -> Mapping[str, str] | None:
         factor = known.get("expansion")
         is_whole = factor is not None and factor.denominator == 1
         return {"expansion_factor_real_data": text_of(factor)} if factor and is_whole else None
+    if quantity == "tokens":
+        return {"global_batch_size": f"{text_of(known[quantity])}t"}
     key, needed = {
         "rows": ("per_device_batch_size", "rows_of_device"),
         "rows_of_pass": ("per_device_batch_size", "rows_of_device"),

@@ -31,7 +31,7 @@ from maxbatch.config.paths import is_mixture_file, is_staged
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import names_fixing
-from maxbatch.config.values import Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
+from maxbatch.config.values import SUFFIXES, Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, compose_text, pairs
 from maxbatch.data.stream.mixture_order import MixtureStage
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -226,7 +226,7 @@ def _position(where: str, text: str, length: int) -> int:
     try:
         number = _POSITION.read(text.removesuffix("t"))
     except ConfigError:
-        rule = "a position must be a number of samples, or of tokens with the suffix t (suffixes K, M, B)"
+        rule = f"a position must be a number of samples, or of tokens with the suffix t ({SUFFIXES})"
         raise ConfigError(f"{where}: {rule}; works: 1Bt") from None
     assert isinstance(number, int), "a quantity is whole"
     return -(-number // length) if in_tokens else number

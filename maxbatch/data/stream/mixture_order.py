@@ -25,9 +25,9 @@ A mixture may change along the stream: at stated positions the weights become ot
       0:   {web/*.jsonl: 0.9, code.jsonl: 0.1}
       1Bt: {web/*.jsonl: 0.5, code.jsonl: 0.5}
 
-A position counts samples, or tokens with the suffix t (rounded up to a sample); the suffixes K, M and B scale it. In
-one line the mapping is written in braces. Each source goes on in its own order where a stage begins: its next sample is
-the one after its last, in whichever stage that was.
+A position counts samples, or tokens with the suffix t (rounded up to a sample), such as 500K or 256Mit. In one line the
+mapping is written in braces. Each source goes on in its own order where a stage begins: its next sample is the one
+after its last, in whichever stage that was.
 
 Legend: K sources, T stages, W = 1000, n indices asked for.
 """
