@@ -12,15 +12,13 @@ from typing import Any, NamedTuple
 
 from maxbatch.runs.metrics import samples_seen_at
 from maxbatch.runs.noise_scale import NoiseScale
-from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import reading
-from maxbatch.system.storage import AnyPath, is_remote, is_whole, subfolders, wait_until_listed
+from maxbatch.system.storage import AnyPath, is_whole, subfolders
 
 _OWN_CHECKSUM = "json_checksum"
 OLD_BASE = "base"  # in the model's identity of old adapter checkpoints: the model that they adapt
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
-RECENT_FILE = "recent.txt"  # in `checkpoints` of an object store: steps, newest first
-_MOST_RECENT, _MOST_RECENT_BYTES = 3, 1000
 COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
 
 
@@ -180,47 +178,20 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
 def committed_steps(run_dir: AnyPath) -> list[int]:
     """Returns the steps of the checkpoints, newest first; half-written ones have other names than numbers.
 
-    In an object store it waits until a listing shows all noted checkpoints (`note_steps`).
-
     Raises:
       ConfigError: the folder cannot be read.
-      StoreFailed: the store does not list a checkpoint that it holds.
     """
     folder = run_dir / "checkpoints"
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError):
         names = subfolders(folder)
-    noted = recent_steps(folder)
-    steps = {*map(int, filter(_is_step, names)), *noted}
-    found = [step for step in sorted(steps, reverse=True) if is_committed(folder / str(step))]
-    for step in set(noted).intersection(found):
-        wait_until_listed(folder / str(step), COMMITTED_FILE)
-    return found
+    steps = sorted(map(int, filter(_is_step, names)), reverse=True)
+    return [step for step in steps if is_committed(folder / str(step))]
 
 
 def last_saved(run_dir: AnyPath) -> int | None:
     """Returns the step of the newest checkpoint; None if there is none. Raises what `committed_steps` does."""
     return next(iter(committed_steps(run_dir)), None)
-
-
-def recent_steps(folder: AnyPath) -> list[int]:
-    """Returns the steps that `note_steps` noted in a folder of checkpoints; a listing may lack them."""
-    if not is_remote(folder):
-        return []
-    try:
-        words = read_bytes(folder / RECENT_FILE, str(folder / RECENT_FILE), _MOST_RECENT_BYTES).decode().split()
-    except (FileNotFoundError, RefusedContent, UnicodeDecodeError):
-        return []
-    return [int(word) for word in words if len(word) < 20 and _is_step(word)]
-
-
-def note_steps(folder: AnyPath, steps: Sequence[int]) -> None:
-    """Notes the newest checkpoints in an object store, newest first, since listings of some stores lag behind writes.
-
-    Checkpoints older than the noted ones are found by listing. A folder on a disk needs no notes.
-    """
-    if is_remote(folder):
-        (folder / RECENT_FILE).write_text(" ".join(map(str, steps[:_MOST_RECENT])))
 
 
 def is_committed(checkpoint: AnyPath) -> bool:

@@ -17,14 +17,12 @@ import re
 import secrets
 import shutil
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, overload
 
-from maxbatch.system.errors import ConfigError, StoreFailed, StoreRefused
+from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.object_stores import file_system, meaning
-from maxbatch.system.patience import patience
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.stores import STORES
 from maxbatch.system.stores.store import MAX_REQUESTS, split
@@ -37,7 +35,6 @@ _SCHEMES = " or ".join(f"{scheme}://" for scheme in STORES)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _SPECIAL = "?#*[]\\"  # clients of stores take these for a query, a version, a pattern or a slash, each its own way
 _LOOK_S = 5.0
-_RELIST_S = 0.5
 _MOST_BYTES = 800  # of a name; stores end at 1,024, and a run adds names of its own
 
 
@@ -302,33 +299,9 @@ def is_whole(folder: AnyPath, last: str) -> bool:
 
 
 def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
-    names = [found.relative_to(source) for found in _listed(source, last)]
+    names = [found.relative_to(source) for found, _ in source.files()]
     for group in ([n for n in names if str(n) != last], [n for n in names if str(n) == last]):
         _each(group, lambda name: (source / name).copy(target / name))
-
-
-def wait_until_listed(folder: AnyPath, last: str) -> None:
-    """Waits until a store lists the object of a folder that was written last; raises as `_listed` does."""
-    if isinstance(folder, RemotePath):
-        _listed(folder, last)
-
-
-def _listed(folder: RemotePath, last: str) -> list[RemotePath]:
-    """Returns the objects below a folder, once the one that was written last is among them.
-
-    Listings of some stores lag behind writes.
-
-    Raises:
-      StoreFailed: it is there and is not listed for as long as the patience of the command lasts.
-    """
-    started = time.monotonic()
-    while True:
-        found = [path for path, _ in folder.files()]
-        if folder / last in found or not (folder / last).is_file():
-            return found
-        if time.monotonic() >= patience().ends(started):
-            raise StoreFailed(f"{folder}: the store does not list {last}, which was written last")
-        patience().sleep(_RELIST_S)
 
 
 def _each(items: Iterable[T], do: Callable[[T], None]) -> None:

@@ -42,7 +42,6 @@ class Plan:
     together: int = 0  # the first so many requests are held until all of them have come, and go on at the same moment
     full_after_bytes: int | None = None  # bodies of writes, in sum, after which writes are refused
     full_status: int = 507
-    lag_s: float = 0.0  # for so long after it was first written a listing does not show an object
     keeps: bool = False  # bulk removals of S3 remove nothing, and answer 200 with an error for each key
     denied: str = ""  # regular expression on method, path and object of the requests that are answered by 403
 
@@ -64,7 +63,6 @@ class Proxy(ThreadingHTTPServer):
         self.upstream = urlsplit(upstream)
         self.locks: dict[str, threading.Lock] = defaultdict(threading.Lock)
         self.generations: dict[str, str] = {}  # of objects of GCS that were written, by bucket and name
-        self.born: dict[str, float] = {}  # when objects were first written, by bucket and name
         self.upstream_slots = threading.Semaphore(_UPSTREAM)
         self.log: list[list[Any]] = []
         self.plan_as({})
@@ -211,10 +209,6 @@ class _Handler(BaseHTTPRequestHandler):
             status, answered, data = self.server.fetch(self.command, self.path, headers, body)
             if name and "x-amz-date" not in self.headers:
                 self._note_generation(name, data)
-            if name and status < 300:
-                self._note_birth(name)
-        if self.server.plan.lag_s and self.command == "GET":
-            data = self._lagging(data)
         truncates, self.truncates = self.truncates, False
         loses, self.loses = self.loses, False
         if loses:
@@ -223,33 +217,6 @@ class _Handler(BaseHTTPRequestHandler):
         halves, self.halves = self.halves, False
         sent = data[: len(data) // 2] if halves else data
         self._answer(status, [*answered, *self._headers_of_content(status, data)], sent, truncates)
-
-    def _note_birth(self, name: str) -> None:
-        if self.command == "DELETE":
-            self.server.born.pop(name, None)
-        else:
-            self.server.born.setdefault(name, time.time())
-
-    def _is_listed(self, name: str) -> bool:
-        """Returns whether a listing shows an object, or a folder (with a slash at its end) with one that it shows."""
-        latest = time.time() - self.server.plan.lag_s
-        born = list(self.server.born.items())
-        return any(at <= latest for one, at in born if one == name or (name.endswith("/") and one.startswith(name)))
-
-    def _lagging(self, data: bytes) -> bytes:
-        """Returns the answer to a listing without what is too young to be in it; other answers as they are."""
-        url = urlsplit(self.path)
-        if "x-amz-date" in self.headers and "list-type" in parse_qs(url.query):
-            bucket = url.path.strip("/")
-            pattern = r"<(Contents|CommonPrefixes)>.*?<(?:Key|Prefix)>(.*?)</(?:Key|Prefix)>.*?</\1>"
-            shown = lambda m: m[0] if self._is_listed(f"/{bucket}/{unquote(m[2])}") else ""  # noqa: E731
-            return re.sub(pattern, shown, data.decode(), flags=re.DOTALL).encode()
-        if found := re.fullmatch(r"/storage/v1/b/([^/]+)/o/?", url.path):
-            listing = json.loads(data)
-            items = [one for one in listing.get("items", []) if self._is_listed(f"/{found[1]}/{one['name']}")]
-            prefixes = [one for one in listing.get("prefixes", []) if self._is_listed(f"/{found[1]}/{one}")]
-            return json.dumps(listing | {"items": items, "prefixes": prefixes}).encode()
-        return data
 
     def _note_generation(self, name: str, answered: bytes) -> None:
         """Keeps the generation that a write was answered with; a write without one makes it unknown."""

@@ -25,7 +25,7 @@ from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics import read_metrics, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
-from maxbatch.runs.position import COMMITTED_FILE, committed_steps, note_steps
+from maxbatch.runs.position import COMMITTED_FILE, committed_steps
 from maxbatch.runs.run_folder import FORK_FILE
 from maxbatch.runs.supervisor import ChildEnd, ChildRun
 from maxbatch.system.atomic_files import write_atomically
@@ -126,7 +126,6 @@ class Branches:
         source = self._run.path / "checkpoints" / str(step)
         try:
             clone_tree(source, folder / "checkpoints" / str(step), last=COMMITTED_FILE)
-            note_steps(folder / "checkpoints", [step])
         except (ConfigError, TrainingError):  # an object store that refuses or does not answer
             raise
         except OSError as error:

@@ -35,7 +35,7 @@ from orbax.checkpoint._src.path.atomicity import CommitFileTemporaryPath
 from orbax.checkpoint._src.serialization import tensorstore_utils
 
 from maxbatch.parallel.hosts import gather
-from maxbatch.runs.position import COMMITTED_FILE, note_steps, recent_steps
+from maxbatch.runs.position import COMMITTED_FILE
 from maxbatch.system import fences
 from maxbatch.system.errors import StoreRefused, reading
 from maxbatch.system.object_stores import gone_is_done, kvstore, persist, refusal
@@ -49,7 +49,6 @@ AnyText = str | os.PathLike[str]
 # Hosts wait for each other while one of them waits for the store: that one is to give up first, and say why.
 BARRIER_S = 2 * int(Patience.seconds)
 COMMIT_S = 2 * BARRIER_S  # for the whole of a save
-_OF_HOSTS, _OCDBT_ROOT = "ocdbt.process_*", "manifest.ocdbt"  # a folder of each host, and the file that each has
 OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
 _DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
 _failed_loops: list[asyncio.AbstractEventLoop] = []
@@ -179,13 +178,8 @@ def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
     The file that says that a checkpoint is whole is copied last.
     """
 
-    noted: list[int] = []
-
     def publish(staging: AnyPath, final: AnyPath) -> None:
         clone_tree(staging, final, last=COMMITTED_FILE)
-        before = noted or recent_steps(folder)
-        noted[:] = [int(final.name), *(step for step in before if step != int(final.name))]
-        note_steps(folder, noted)
         remove_tree(staging)
 
     class Staged(CommitFileTemporaryPath):
@@ -226,15 +220,7 @@ class PatientFiles(backend._FileSystemSpecBackend):
         return _patiently(path, partial(super().listdir, path))
 
     def glob(self, path: AnyText) -> list[str]:
-        found: list[str] = _patiently(path, partial(super().glob, path))
-        folder, _, pattern = os.fspath(path).rpartition("/")
-        if pattern != _OF_HOSTS:
-            return found
-        # Orbax merges what the hosts have just written and finds it by a listing, which may lag behind.
-        listed = {name.rstrip("/").rpartition("/")[2] for name in found}
-        expected = {_OF_HOSTS.replace("*", str(host)) for host in range(jax.process_count())}
-        unlisted = sorted(name for name in expected - listed if as_path(f"{folder}/{name}/{_OCDBT_ROOT}").is_file())
-        return [*found, *(f"{folder}/{name}" for name in unlisted)]
+        return _patiently(path, partial(super().glob, path))
 
     def stat(self, path: AnyText) -> Any:
         return _patiently(path, partial(super().stat, path))
