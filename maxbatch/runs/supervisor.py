@@ -5,24 +5,47 @@ A child's exit code, and the `outcome.json` of a run that diverged, show how it 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import signal
-import subprocess
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
 from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
-from maxbatch.system.child_process import last_line, start_child
-from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED
+from maxbatch.runs.training_process import TrainingExit
+from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, writing
 from maxbatch.system.folding import counted
+from maxbatch.system.leases import leased
+from maxbatch.system.locks import take_lock
 from maxbatch.system.stopping import Stopping
-from maxbatch.system.storage import AnyPath, kept_here, look_period, send
+from maxbatch.system.storage import AnyPath, kept_here, look_period
 
-LOG_FILE = "log.txt"
 _POLL_S = 0.1
+_LOCK_S = 20  # wait for the children of a killed command to end
 T = TypeVar("T")
+
+
+@contextlib.contextmanager
+def locked(folder: AnyPath, does: str) -> Iterator[BinaryIO]:
+    """Holds the lock of a command on the folder of its runs, which children inherit: it is free once all have ended.
+
+    Args:
+      folder: the folder, which is made if needed.
+      does: the command's work in it, for the message to another command.
+
+    Raises:
+      ConfigError: another command holds it.
+    """
+    refusal = f"{does} in it; wait for it"
+    with leased(folder, refusal):
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = take_lock(kept_here(folder) / ".lock", _LOCK_S)
+        if lock is None:
+            raise ConfigError(f"{folder}: another command {refusal}")
+        with lock:
+            yield lock
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,14 +53,8 @@ class ChildRun(Generic[T]):
     """A run to train in a process of its own."""
 
     subject: T  # its purpose: a trial, a branch
-    run_dir: AnyPath  # the folder of `log.txt`, its output
+    run_dir: AnyPath
     arguments: Sequence[str]  # of `maxbatch train`
-    claim: BinaryIO  # an open lock, which the child holds too: while either lives, no other process starts the run
-
-    @property
-    def log(self) -> Path:
-        """The file of this machine for the output of the child."""
-        return kept_here(self.run_dir) / LOG_FILE
 
 
 class ChildEnd(NamedTuple):
@@ -46,7 +63,20 @@ class ChildEnd(NamedTuple):
     status: Status | None  # None if it was stopped, and the same command continues it
     reason: str  # one line, "" for a run that is done or stopped
     exit_code: int  # negative for the signal that killed it
-    seconds: float  # how long the process lived
+    seconds: float  # from its start to its end
+
+
+class Child(Protocol):
+    """A process that trains a run, on this machine or on another."""
+
+    def poll(self) -> TrainingExit | None:
+        """Returns how the process ended; None while it runs."""
+
+    def terminate(self) -> None:
+        """Asks the process to save and stop."""
+
+    def close(self) -> None:
+        """Kills the process if it still runs."""
 
 
 class ChildRuns(Protocol[T]):
@@ -62,25 +92,25 @@ class ChildRuns(Protocol[T]):
         """Checks a running child several times a second; returns the reason to prune it, or None."""
 
     def ended(self, run: ChildRun[T], end: ChildEnd) -> None:
-        """Records how a run ended, while the claim on it is still held."""
+        """Records how a run ended."""
 
 
 @dataclasses.dataclass
-class _Child(Generic[T]):
+class _Started(Generic[T]):
     run: ChildRun[T]
-    process: subprocess.Popen[bytes]
-    started: float
+    child: Child
+    since: float
     pruned: RecordedOutcome | None = None
     looked_at: float = 0.0
 
-    def end(self, is_stopping: bool) -> ChildEnd:
-        status, reason = self.pruned or self._outcome()
+    def end(self, ended: TrainingExit, is_stopping: bool) -> ChildEnd:
+        status, reason = self.pruned or self._outcome(ended)
         if is_stopping and status == Status.FAILED:  # the signal may have arrived before it could save
             status, reason = None, ""
-        return ChildEnd(status, reason, self.process.returncode, time.monotonic() - self.started)
+        return ChildEnd(status, reason, ended.code, time.monotonic() - self.since)
 
-    def _outcome(self) -> tuple[Status | None, str]:
-        code = self.process.returncode
+    def _outcome(self, ended: TrainingExit) -> tuple[Status | None, str]:
+        code = ended.code
         if code == EXIT_DONE:
             return Status.DONE, ""
         if code == EXIT_STOPPED:
@@ -89,22 +119,28 @@ class _Child(Generic[T]):
             return recorded
         if code < 0:
             return Status.FAILED, f"killed by {signal.Signals(-code).name}"
-        with open(self.run.log, "rb") as log:
-            return Status.FAILED, last_line(log) or f"exit code {code}"
-
-    def close(self) -> None:
-        self.process.kill()
-        self.process.wait()
-        if self.process.stdin:
-            self.process.stdin.close()
+        return Status.FAILED, ended.last_line or f"exit code {code}"
 
 
 class Supervisor(Generic[T]):
-    """Trains child runs, `parallel` at a time. It starts each run once, without retries."""
+    """Trains child runs, `parallel` at a time. It starts each run once, without retries.
 
-    def __init__(self, runs: ChildRuns[T], parallel: int, say: Callable[[str], None]) -> None:
-        self._runs, self._parallel, self._say = runs, parallel, say
-        self._children: list[_Child[T]] = []
+    Args:
+      runs: the runs.
+      start: starts the process of a run, from its folder and the arguments of `maxbatch train`.
+      parallel: most processes at a time.
+      say: prints a line.
+    """
+
+    def __init__(
+        self,
+        runs: ChildRuns[T],
+        start: Callable[[AnyPath, Sequence[str]], Child],
+        parallel: int,
+        say: Callable[[str], None],
+    ) -> None:
+        self._runs, self._start_child, self._parallel, self._say = runs, start, parallel, say
+        self._children: list[_Started[T]] = []
 
     def train(self, stop: Stopping) -> bool:
         """Trains until nothing is left (True), or until a signal requests a stop and every child has saved (False)."""
@@ -120,36 +156,34 @@ class Supervisor(Generic[T]):
             running = len(self._children)
             does = "saves and stops" if running == 1 else "save and stop"
             self._say(f"{stop.signal_name}: {counted(running, 'run')} {does}")
-            for child in self._children:
-                child.process.terminate()
+            for started in self._children:
+                started.child.terminate()
             while self._children:
                 self._collect(stop)
                 time.sleep(_POLL_S)
             return False
         finally:
-            for child in self._children:
-                child.close()
-                child.run.claim.close()
+            for started in self._children:
+                started.child.close()
 
     def _start(self, run: ChildRun[T]) -> None:
         (run.run_dir / OUTCOME_FILE).unlink(missing_ok=True)
-        with open(run.log, "ab") as log:
-            process = start_child(["train", *run.arguments], log, keep_open=[run.claim.fileno()])
-        self._children.append(_Child(run, process, time.monotonic()))
+        child = self._start_child(run.run_dir, run.arguments)
+        self._children.append(_Started(run, child, time.monotonic()))
 
     def _collect(self, stop: Stopping) -> None:
-        for child in [child for child in self._children if child.process.poll() is not None]:
-            self._children.remove(child)
-            child.close()
-            send(child.run.log, child.run.run_dir / LOG_FILE)
-            self._runs.ended(child.run, child.end(stop.is_asked))
+        for started in list(self._children):
+            if (ended := started.child.poll()) is not None:
+                self._children.remove(started)
+                self._runs.ended(started.run, started.end(ended, stop.is_asked))
 
     def _watch(self) -> None:
-        for child in self._children:
-            if time.monotonic() < child.looked_at + look_period(child.run.run_dir):
+        for started in self._children:
+            run = started.run
+            if time.monotonic() < started.looked_at + look_period(run.run_dir):
                 continue
-            child.looked_at = time.monotonic()
-            if not child.pruned and (reason := self._runs.watch(child.run)):
-                child.pruned = RecordedOutcome(Status.PRUNED, reason)
-                write_outcome(child.run.run_dir, child.pruned)  # first, so that a kill in between does not undo it
-                child.process.terminate()
+            started.looked_at = time.monotonic()
+            if not started.pruned and (reason := self._runs.watch(run)):
+                started.pruned = RecordedOutcome(Status.PRUNED, reason)
+                write_outcome(run.run_dir, started.pruned)  # first, so that a kill in between does not undo it
+                started.child.terminate()

@@ -2,15 +2,14 @@
 
     sweep_dir/sweep.json            the sweep: sampler, metric, seed, parameters
     sweep_dir/base.yml              the keys that all trials share
-    sweep_dir/optuna.db             the study, unless the sweep file names a storage
     sweep_dir/trials/0007/          run_dir of trial 7
         trial.json                  its overrides and its resolved config
         log.txt                     the output of the training
         outcome.json                how it ended, once it did
 
 A sweep continues from these files after a stop or a kill. Values of the metric are read from the trials' own
-`metrics.jsonl`. If the folder is in an object store, the logs and the study are in the user's cache while the sweep
-runs, and are copied to the store whenever a trial has ended.
+`metrics.jsonl`. If the folder is in an object store, the log of a trial is in the user's cache while it runs, and is
+copied to the store at its end.
 """
 
 from __future__ import annotations
@@ -18,14 +17,13 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.runs.metrics import is_weightless, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
-from maxbatch.system.locks import take_lock
-from maxbatch.system.storage import AnyPath, is_remote, kept_here
+from maxbatch.system.storage import AnyPath, is_remote
 
 SWEEP_METRICS: dict[str, str] = {
     Metric.EVAL_LOSS: "eval_loss, the last one of the trial",
@@ -57,10 +55,6 @@ class Trial(NamedTuple):
     @property
     def is_finished(self) -> bool:
         return (self.folder / OUTCOME_FILE).exists()
-
-    def claim(self) -> BinaryIO | None:
-        """Returns an open lock on the trial; None while another process holds it."""
-        return take_lock(kept_here(self.folder) / ".claim")
 
 
 class Result(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ import yaml
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
+from maxbatch.system.locks import take_lock
 from tests.helpers.tiny import TINY_RUN
 
 BASE = dict(pair.split("=", 1) for pair in TINY_RUN) | {"steps": 4, "per_device_batch_size": 2}
@@ -28,21 +28,18 @@ def planned(parameters: Any, base: dict[str, Any] | None = None, **settings: Any
     """Take all trials of a sweep as the command does, without running them."""
     sweep = SweepFile.read(write_sweep(parameters, base, **settings))
     folder = SweepFolder(sweep.sweep_dir)
-    study = SweepStudy(sweep, folder)
-    for claimed in list(iter(study.next, None)):
-        claimed.claim.close()
+    list(iter(SweepStudy(sweep, folder).next, None))
     return folder
 
 
 RATES = {"learning_rate": ["1e-3", "3e-3"]}
 
 
-def wait_until_free(trial: Any) -> None:
-    end = time.monotonic() + 120
-    while (claim := trial.claim()) is None:
-        assert time.monotonic() < end, f"{trial.folder} is still being trained"
-        time.sleep(0.05)
-    claim.close()
+def wait_until_free(folder: SweepFolder) -> None:
+    """Wait until the command of a sweep and all of its trials have ended."""
+    lock = take_lock(folder.path / ".lock", 120)
+    assert lock is not None, f"a trial in {folder.path} is still being trained"
+    lock.close()
 
 
 def write_evals(trial: Trial, *losses: float) -> None:

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import BinaryIO
 
 import pytest
 
-from maxbatch.runs import supervisor
+from maxbatch.runs import supervisor, training_process
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
-from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor
-from maxbatch.system.locks import take_lock
+from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor, locked
+from maxbatch.runs.training_process import TrainingProcess
+from maxbatch.system.errors import ConfigError
 from maxbatch.system.stopping import Stopping
 
 SLEEP = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
@@ -35,7 +38,7 @@ def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Pop
         processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open))
         return processes[-1]
 
-    monkeypatch.setattr(supervisor, "start_child", start)
+    monkeypatch.setattr(training_process, "start_child", start)
     return processes
 
 
@@ -55,11 +58,9 @@ class Scripts:
         name, script = self.left.pop(0)
         run_dir = self.folder / name
         run_dir.mkdir()
-        claim = take_lock(run_dir / ".claim")
-        assert claim is not None
         self.running.add(name)
         self.most = max(self.most, len(self.running))
-        return ChildRun(name, run_dir, [script, str(run_dir)], claim)
+        return ChildRun(name, run_dir, [script, str(run_dir)])
 
     def is_exhausted(self) -> bool:
         return not self.left
@@ -73,15 +74,13 @@ class Scripts:
         return "too slow" if run.subject == self.prune else None
 
     def ended(self, run: ChildRun[str], end: ChildEnd) -> None:
-        assert take_lock(run.run_dir / ".claim") is None, "the claim is held until the end is recorded"
-        run.claim.close()
         self.running.discard(run.subject)
         self.ends[run.subject] = end
 
 
 def train(runs: Scripts, parallel: int = 2) -> bool:
-    with Stopping() as stop:
-        return Supervisor(runs, parallel, lambda line: None).train(stop)
+    with Stopping() as stop, locked(runs.folder, "trains") as lock:
+        return Supervisor(runs, functools.partial(TrainingProcess, lock), parallel, lambda line: None).train(stop)
 
 
 def test_an_end_is_told_by_exit_codes_and_outcome_files_and_never_by_the_log(tmp_path: Path) -> None:
@@ -143,3 +142,20 @@ def test_children_end_with_an_exception(tmp_path: Path, scripts_for_children: li
     with pytest.raises(RuntimeError):
         train(Failing(tmp_path, {"long": SLEEP, "short": "pass"}))
     assert [process.returncode for process in scripts_for_children] == [-signal.SIGKILL, 0]
+
+
+def test_a_folder_has_one_command_which_waits_for_the_children_of_a_killed_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scripts_for_children: list[subprocess.Popen[bytes]]
+) -> None:
+    with locked(tmp_path, "trains") as lock:
+        (tmp_path / "run").mkdir()
+        child = TrainingProcess(lock, tmp_path / "run", [SLEEP])
+        monkeypatch.setattr(supervisor, "_LOCK_S", 0)
+        with pytest.raises(ConfigError, match="another command trains in it"), locked(tmp_path, "trains"):
+            pass
+    with pytest.raises(ConfigError, match="another command trains in it"), locked(tmp_path, "trains"):
+        pass
+    threading.Timer(0.2, scripts_for_children[0].kill).start()
+    monkeypatch.undo()
+    with locked(tmp_path, "trains"):
+        assert child.poll() is not None

@@ -1,4 +1,4 @@
-"""The folder of a sweep: claims on trials, and the metric of a run."""
+"""The folder of a sweep: the metric of a run."""
 
 from __future__ import annotations
 
@@ -8,15 +8,6 @@ from typing import Any
 
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.sweep_folder import SweepFolder, metric_value
-from tests.helpers.sweeps import RATES, planned, wait_until_free
-
-
-def test_a_trial_is_claimed_by_one_process_at_a_time() -> None:
-    (trial, _) = planned(RATES).trials()
-    claim = trial.claim()
-    assert claim is not None and trial.claim() is None
-    claim.close()
-    wait_until_free(trial)
 
 
 def test_the_metric_is_the_last_eval_or_the_mean_of_the_last_tenth() -> None:

@@ -10,10 +10,8 @@ RUN/critical-batch/sqrt-4096/step-400-batch-64/     (sqrt-4096-decay with --deca
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from collections.abc import Sequence
 
 from rich.console import Console
 
@@ -30,28 +28,8 @@ from maxbatch.runs.run_folder import FORK_FILE
 from maxbatch.runs.supervisor import ChildEnd, ChildRun
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bars import LinesAboveBar
-from maxbatch.system.errors import EXIT_INPUT, ConfigError, TrainingError, writing
-from maxbatch.system.leases import leased
-from maxbatch.system.locks import take_lock
-from maxbatch.system.storage import AnyPath, clone_tree, kept_here, remove_tree
-
-_LOCK_S = 20  # wait for the branch of a killed command to end
-
-
-@contextlib.contextmanager
-def locked(folder: AnyPath) -> Iterator[BinaryIO]:
-    """Holds the lock on a folder, which is released once this process and its branch have closed it."""
-    with leased(folder, "measures in it; wait for it"), _lock_on(folder) as lock:
-        yield lock
-
-
-def _lock_on(folder: AnyPath) -> BinaryIO:
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = take_lock(kept_here(folder) / ".lock", _LOCK_S)
-    if lock is None:
-        raise ConfigError(f"{folder}: another command measures in it; wait for it")
-    return lock
+from maxbatch.system.errors import EXIT_INPUT, ConfigError, TrainingError
+from maxbatch.system.storage import AnyPath, clone_tree, remove_tree
 
 
 class Branches:
@@ -167,12 +145,10 @@ class Branches:
 
 
 class BranchRuns:
-    """The branches of a plan for the supervisor; each is trained under `lock` and with `train_flags`."""
+    """The branches of a plan for the supervisor; each is trained with `train_flags`."""
 
-    def __init__(
-        self, branches: Branches, lock: BinaryIO, train_flags: Sequence[str], progress: BranchProgress
-    ) -> None:
-        self._branches, self._lock, self._flags, self._progress = branches, lock, train_flags, progress
+    def __init__(self, branches: Branches, train_flags: Sequence[str], progress: BranchProgress) -> None:
+        self._branches, self._flags, self._progress = branches, train_flags, progress
         self._left = branches.left()
         self._num_bytes = -1  # of the metrics that were shown last
 
@@ -182,7 +158,7 @@ class BranchRuns:
         branch = self._left[0]
         folder = self._branches.folder(branch)
         arguments = [str(folder / "config.yml"), *self._branches.overrides(branch), *self._flags]
-        return ChildRun(branch, folder, arguments, self._lock)
+        return ChildRun(branch, folder, arguments)
 
     def is_exhausted(self) -> bool:
         return not self._left

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import subprocess
 import sys
 from fractions import Fraction
@@ -11,7 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from maxbatch.commands.arguments import count, place, read_by, real
-from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns, locked
+from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
 from maxbatch.commands.critical_batch.results import TOLERANCE_UNIT, Measurement
@@ -21,7 +22,8 @@ from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
 from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
-from maxbatch.runs.supervisor import Supervisor
+from maxbatch.runs.supervisor import Supervisor, locked
+from maxbatch.runs.training_process import TrainingProcess
 from maxbatch.system.errors import EXIT_STOPPED, ConfigError
 from maxbatch.system.folding import folded_command, terminal_width
 from maxbatch.system.stopping import Stopping
@@ -69,13 +71,14 @@ def run(args: argparse.Namespace) -> int:
     folder = (measured.path / CRITICAL_BATCH_FILE).parent
     console = TrainingConsole()
     flags = ["--simulate-devices", str(args.simulate_devices)] if args.simulate_devices else []
-    with Stopping("once the branch that runs has saved") as stop, locked(folder) as lock:
+    with Stopping("once the branch that runs has saved") as stop, locked(folder, "measures") as lock:
         plan = _plan(measured, args, folder)
         branches = Branches(measured, plan, folder)
         _introduce(plan, branches, console)
         branches.fork()
         with BranchProgress(console, branches) as progress:
-            Supervisor(BranchRuns(branches, lock, flags, progress), 1, progress.say).train(stop)
+            runs = BranchRuns(branches, flags, progress)
+            Supervisor(runs, functools.partial(TrainingProcess, lock), 1, progress.say).train(stop)
         if left := branches.left():
             console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command continues.")
             return EXIT_STOPPED

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import shlex
 from collections.abc import Sequence
@@ -12,19 +13,19 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import local_path
-from maxbatch.commands.sweep.study import SweepStudy
+from maxbatch.commands.sweep.study import SweepStudy, check_combinations
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.values import shown
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.outcome import OUTCOME_FILE, Status
-from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor
-from maxbatch.runs.sweep_folder import SWEEP_METRICS, UNFINISHED, Result, SweepFolder, Trial
+from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor, locked
+from maxbatch.runs.sweep_folder import SWEEP_METRICS, Result, SweepFolder, Trial
+from maxbatch.runs.training_process import TrainingProcess
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bars import LinesAboveBar
-from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, TrainingError
+from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from maxbatch.system.folding import folded_command, terminal_width
-from maxbatch.system.leases import leased
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import PlainTable, TrainingConsole
 
@@ -69,26 +70,22 @@ def run(args: argparse.Namespace) -> int:
       TrainingError: no trial finished.
     """
     sweep = SweepFile.read(args.file)
+    check_combinations(sweep)
     folder = SweepFolder(sweep.sweep_dir)
     console = TrainingConsole(stderr=args.json)
-    if args.retry_failed and sweep.sampler == "optuna":
-        raise ConfigError(
-            "--retry-failed: a study of sampler optuna keeps its failed trials; works: a larger number of trials"
-        )
-    if args.retry_failed:
-        forget_failed(folder, sweep.metric)
-    with Stopping("once the trials that run have saved") as stop, leased(folder.path, "sweeps in it; wait for it"):
+    with Stopping("once the trials that run have saved") as stop, locked(folder.path, "sweeps") as lock:
+        if args.retry_failed:
+            forget_failed(folder, sweep.metric)
         study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
-        num_ended = sum(trial.is_finished for trial in folder.trials())
-        with SweepProgress(console, num_ended, study.num_trials) as progress:
+        with SweepProgress(console, study.num_ended, study.num_trials) as progress:
             runs = TrialRuns(folder, study, sweep.metric, progress)
-            has_ended = Supervisor(runs, sweep.parallel, progress.say).train(stop)
+            start = functools.partial(TrainingProcess, lock)
+            has_ended = Supervisor(runs, start, sweep.parallel, progress.say).train(stop)
     results = folder.results(sweep.metric)
     if not has_ended:
-        # In a shared storage, only the trials of this machine are known.
-        total = len(results) if sweep.storage else max(len(results), study.num_trials)
-        left = total - sum(result.status != UNFINISHED for result in results)
+        total = study.num_trials
+        left = total - study.num_ended
         console.print(f"stopped; {left} of {total} trials are left. The same command continues.")
     else:
         conclude(sweep, folder, results, console)
@@ -104,13 +101,12 @@ class TrialRuns:
         self._folder, self._study, self._metric, self._progress = folder, study, metric, progress
 
     def next(self) -> ChildRun[Trial] | None:
-        if (claimed := self._study.next()) is None:
+        if (trial := self._study.next()) is None:
             return None
-        trial = claimed.trial
         resumed = " resumed" if (trial.folder / "metrics.jsonl").exists() else ""
         self._progress.say(f"trial {trial.number}{resumed}: {trial.title}")
         arguments = [str(self._folder.base), *trial.stated, f"run_dir={trial.folder}"]
-        return ChildRun(trial, trial.folder, arguments, claimed.claim)
+        return ChildRun(trial, trial.folder, arguments)
 
     def is_exhausted(self) -> bool:
         return self._study.is_exhausted()
@@ -124,9 +120,10 @@ class TrialRuns:
         if end.status is not None:
             self._folder.finish(trial, end.status, end.reason)
         result = self._folder.result(trial, self._metric)
-        if end.status is not None:
+        if end.status is None:
+            self._study.stopped(trial)
+        else:
             self._study.finished(result)
-        run.claim.close()
         value = "" if result.value is None else f" {self._metric} {result.value:.4f}"
         reason = f" ({result.reason})" if result.reason else ""
         counted = "" if end.status is None else f" ({self._progress.ended()})"

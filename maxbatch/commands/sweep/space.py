@@ -59,6 +59,14 @@ class Choices:
         value: str = trial.suggest_categorical(self.key.name, self.values)
         return value
 
+    def text(self, value: str) -> str:
+        """Returns a value as text for an override."""
+        return value
+
+    def suggested(self, text: str) -> str:
+        """Returns the suggestion behind the text of an override."""
+        return text
+
     def to_json(self) -> list[str]:
         """Returns the entry of the key in a sweep's records."""
         return list(self.values)
@@ -109,23 +117,31 @@ class Range:
                 f"{self.key.name}: step={float(self.step):g} makes {number:,} values, more "
                 f"than {MOST_GRID_VALUES:,}; works: step: {float((self.high - self.low) / 10):g}"
             )
-        return [self._text(self.low + i * self.step) for i in range(number)]
+        return [self.text(self.low + i * self.step) for i in range(number)]
 
     def suggest(self, trial: optuna.Trial) -> str:
         """Returns the value that an Optuna trial suggests."""
         name, low, high, step = self.key.name, self.low, self.high, self.step
         if _is_whole(self.key):
             width = 1 if step is None else int(step)
-            return self._text(trial.suggest_int(name, int(low), int(high), step=width, log=self.is_log))
+            return self.text(trial.suggest_int(name, int(low), int(high), step=width, log=self.is_log))
         gap = None if step is None else float(step)
-        return self._text(trial.suggest_float(name, float(low), float(high), step=gap, log=self.is_log))
+        return self.text(trial.suggest_float(name, float(low), float(high), step=gap, log=self.is_log))
+
+    def suggested(self, text: str) -> float:
+        """Returns the suggestion behind the text of an override, which has only the first six digits of a real."""
+        number = min(max(Fraction(text), self.low), self.high)
+        if self.step is not None:
+            steps = min(round((number - self.low) / self.step), (self.high - self.low) // self.step)
+            number = self.low + steps * self.step
+        return int(number) if _is_whole(self.key) else float(number)
 
     def to_json(self) -> dict[str, object]:
         """Returns the entry of the key in a sweep's records."""
         ends = {"low": str(plain_number(self.low)), "high": str(plain_number(self.high)), "log": self.is_log}
         return ends if self.step is None else ends | {"step": str(plain_number(self.step))}
 
-    def _text(self, value: Fraction | float | int) -> str:
+    def text(self, value: Fraction | float | int) -> str:
         """Returns a value as text for an override; a suggested real has six digits."""
         text = f"{value:.6g}" if isinstance(value, float) else str(plain_number(value))
         return self.key.write(self.key.read(text))

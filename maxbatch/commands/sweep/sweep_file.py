@@ -52,7 +52,7 @@ class SweepFile:
     parallel: int  # trials at a time, of this command
     trials: int | None  # in total; None for a grid
     seed: int  # of the random sampler and of TPE
-    storage: str | None  # Optuna storage URL; None: an SQLite file in sweep_dir
+    storage: str | None  # database that several machines shared with maxbatch 0.4
     parameters: tuple[Parameter, ...]  # the swept keys
 
     @classmethod

@@ -8,13 +8,13 @@ import pytest
 from rich.console import Console
 
 from maxbatch import ConfigError, LearningRate, load_config
-from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns, locked
+from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns
 from maxbatch.commands.critical_batch.critical_size import smoothed
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, make_plan
 from maxbatch.runs.outcome import Status
 from maxbatch.runs.position import Position
-from maxbatch.runs.supervisor import ChildEnd
+from maxbatch.runs.supervisor import ChildEnd, locked
 from maxbatch.system.errors import TrainingError
 from tests.helpers.measured_runs import factors, fake_run, write_position
 
@@ -23,10 +23,10 @@ def test_a_branch_that_diverges_is_a_result_and_no_failure(tmp_path):
     run = MeasuredRun.read(fake_run(tmp_path / "run"), 1)
     plan = make_plan(run, [80], factors("1,2"), None, "sqrt")
     folder = tmp_path / "run" / "critical-batch"
-    with locked(folder) as lock:
+    with locked(folder, "measures"):
         branches = Branches(run, plan, folder)
         branches.fork()
-        runs = BranchRuns(branches, lock, [], BranchProgress(Console(), branches))
+        runs = BranchRuns(branches, [], BranchProgress(Console(), branches))
         first = runs.next()
         runs.ended(first, ChildEnd(Status.DIVERGED, "9 updates in a row", 1, 0.0))
         assert branches.left() == branches.all[1:] and branches.chunks(branches.all[0]) is None
@@ -95,11 +95,3 @@ def test_a_run_that_was_trained_anew_is_planned_anew_and_its_old_branches_are_re
     other = make_plan(again, [80], factors("1,2"), None, "sqrt")
     with pytest.raises(ConfigError, match="another run of this name"):
         Branches(again, other, path / "critical-batch").fork()
-
-
-def test_two_commands_on_one_run_do_not_mix(tmp_path, monkeypatch):
-    from maxbatch.commands.critical_batch import branches
-
-    monkeypatch.setattr(branches, "_LOCK_S", 0)
-    with branches.locked(tmp_path), pytest.raises(ConfigError, match="another command"), branches.locked(tmp_path):
-        pass

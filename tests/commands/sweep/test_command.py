@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import json
 import signal
@@ -18,8 +19,9 @@ from maxbatch.commands.sweep.command import SweepProgress, TrialRuns
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.metrics import read_metrics as recorded
-from maxbatch.runs.supervisor import Supervisor
+from maxbatch.runs.supervisor import Supervisor, locked
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
+from maxbatch.runs.training_process import TrainingProcess
 from maxbatch.system.stopping import Stopping
 from tests.helpers.chromium import ask
 from tests.helpers.command import maxbatch, start
@@ -60,8 +62,7 @@ def test_a_sweep_of_6_trials_killed_twice_loses_nothing_and_runs_nothing_twice()
         process.kill()
         process.communicate()
         before = finished()
-        for trial in folder.trials():  # every training process goes with the sweep
-            wait_until_free(trial)
+        wait_until_free(folder)  # every training process goes with the sweep
     assert 3 <= len(before) < 6
 
     result = maxbatch("sweep", "sweep.yml")
@@ -100,7 +101,7 @@ def test_training_goes_with_a_sweep_that_is_killed() -> None:
     wait_for(log.exists, process)
     process.kill()
     process.communicate()
-    wait_until_free(SweepFolder(Path("sw")).trials()[0])
+    wait_until_free(SweepFolder(Path("sw")))
     size = log.stat().st_size
     time.sleep(1)
     assert log.stat().st_size == size
@@ -149,7 +150,9 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(monkeypatch: p
     lines: list[str] = []
     progress = SweepProgress(Console(file=io.StringIO()), 0, study.num_trials)
     monkeypatch.setattr(progress, "say", lines.append)
-    assert Supervisor(TrialRuns(folder, study, "loss", progress), 1, lines.append).train(Stopping())
+    runs = TrialRuns(folder, study, "loss", progress)
+    with locked(folder.path, "sweeps") as lock:
+        assert Supervisor(runs, functools.partial(TrainingProcess, lock), 1, lines.append).train(Stopping())
     (result,) = folder.results("loss")
     assert (result.status, result.reason) == ("pruned", "enough") and 0 < result.steps < 1_000_000
     assert len(lines) == 2 and lines[1].startswith("trial 0 pruned loss ") and "(1 of 1 trials ended)" in lines[1]

@@ -21,7 +21,7 @@ def test_a_sweep_in_a_bucket_goes_on_from_another_machine(
     first = {"learning_rate": ["1e-3"]}
     assert main(["sweep", write_sweep(first, {"steps": 2}, sweep_dir=sweep_dir)]) == 0
     there = as_path(sweep_dir)
-    assert {path.name for path in there.iterdir()} == {"base.yml", "optuna.db", "sweep.html", "sweep.json", "trials"}
+    assert {path.name for path in there.iterdir()} == {"base.yml", "sweep.html", "sweep.json", "trials"}
     assert "done: step 2" in (there / "trials" / "0000" / "log.txt").read_text()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "of another machine"))
     (tmp_path / "elsewhere").mkdir()
