@@ -22,7 +22,7 @@ from maxbatch.config.sections import Config
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
-from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
@@ -107,7 +107,7 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
-        tokenizer = make_tokenizer(self.config.tokenizer_type, self.config.tokenizer_path)
+        tokenizer = tokenizer_of(self.config)
         check_vocabulary(self.config, tokenizer.vocab_size)
         return tokenizer
 

@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chat and args.prompt is not None and not args.prompt.strip():
         raise ConfigError("--prompt: must not be empty beside --chat; works: a message, or no --prompt")
     from maxbatch.data.store.cache_folder import cache_folder
-    from maxbatch.data.store.tokenizers import make_tokenizer
+    from maxbatch.data.store.tokenizers import tokenizer_of
     from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.sampling.chat import Chat
     from maxbatch.sampling.sampler import SamplingRules
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(args.run_dir, args.averaged)
     config = source.config()
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
-    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    tokenizer = tokenizer_of(config)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer states

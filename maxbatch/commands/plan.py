@@ -233,10 +233,11 @@ def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
     The stream and NumPy are imported only if the cache does not know, which keeps a plan
     fast.
     """
+    from maxbatch.config.sections import STORES
     from maxbatch.data.store.cache_folder import cache_folder
 
     may_be_mixture = bool(config.dataset_path or config.eval_dataset_path)
-    may_be_cached = config.dataset_type in ("synthetic", "tokens") or cache_folder(config.data_cache_dir).is_dir()
+    may_be_cached = config.dataset_type in ("synthetic", *STORES) or cache_folder(config.data_cache_dir).is_dir()
     if not may_be_mixture and (stated or not may_be_cached):
         return stated
     from maxbatch.data.stream.epoch_lengths import remembered_length

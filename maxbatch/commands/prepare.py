@@ -10,7 +10,7 @@ from collections.abc import Collection
 from maxbatch.commands.arguments import add_config, config_of, count, place, whole
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_data_paths
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Build, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
@@ -82,7 +82,7 @@ def run(args: Namespace) -> int:
 
 
 def _check_dataset(config: StreamConfig) -> None:
-    if config.dataset_type in ("synthetic", "tokens"):
+    if config.dataset_type in ("synthetic", *STORES):
         what = "is computed, not read" if config.dataset_type == "synthetic" else "is prepared already"
         raise ConfigError(f"dataset_type={config.dataset_type}: {what}; works: dataset_type=python_stdlib")
     sources = read_mixture(config)

@@ -11,7 +11,7 @@ from maxbatch.config.keys import Key, Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
-from maxbatch.config.sections import READY_TASKS, customised_tensors, names_of
+from maxbatch.config.sections import READY_TASKS, STORES, customised_tensors, names_of
 from maxbatch.config.values import Value, in_runs, in_tokens, shown
 from maxbatch.system.errors import ConfigError
 
@@ -132,7 +132,7 @@ def check_data_paths(values: Keyed) -> None:
         stated.remove("dataset_path")  # its sources have types of their own
     if kind in _WITHOUT_PATH and stated:
         path = str(values[stated[0]])
-        guessed = next((kind for kind in ("jsonl", "parquet", "arrayrecord") if f".{kind}" in path), "text")
+        guessed = next((kind for kind in ("jsonl", "parquet", "arrayrecord", "tfrecord") if f".{kind}" in path), "text")
         emptied = " ".join(f"{name}=''" for name in stated)
         works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
@@ -151,7 +151,7 @@ def check_dataset(values: Keyed) -> None:
     check_data_paths(values)
     kind = values["dataset_type"]
     check_tokenizer(values["tokenizer_type"], values["tokenizer_path"])
-    if values["tokenizer_type"] == "byte" and kind not in ("synthetic", "tokens"):
+    if values["tokenizer_type"] == "byte" and kind not in ("synthetic", *STORES):
         check_vocabulary(values, BYTE_VOCABULARY)
 
 

@@ -48,7 +48,10 @@ Kept = Literal["remat", "device", "offload"]
 Activations = Literal["silu,linear", "gelu,linear", "gelu_exact,linear", "gelu", "gelu_exact"]
 RematPolicy = Literal["none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom"]
 ReadyTask = Literal["arithmetic", "sorting"]
-DatasetType = Literal["python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tokens", ReadyTask]
+DatasetType = Literal[
+    "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tfrecord", "tokens", "megatron", ReadyTask
+]
+STORES = ("tokens", "megatron")  # types of data that are token ids already
 READY_TASKS: tuple[str, ...] = get_args(ReadyTask)  # of reinforcement learning, without a download
 
 # A table, each row on as few lines as it takes.
@@ -377,14 +380,15 @@ class DataConfig(Section):
     """Data: what fixes stream[0], stream[1] and all that follow."""
 
     dataset_type: DatasetType = key("python_stdlib", "python_stdlib | synthetic | text | jsonl | parquet | "
-        "arrayrecord | tokens (see prepare); rl: arithmetic | sorting | jsonl | parquet", Fixes.RECORDS)
+        "arrayrecord | tfrecord | tokens (see prepare) | megatron (.bin and .idx); rl: arithmetic | sorting | jsonl | "
+        "parquet", Fixes.RECORDS)
     dataset_path: DataPaths = key("", 'a file, a folder or a glob; a list of them; a mixture: "a,0.7;b,0.3", its file '
         '(*.yml), or by position "{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"', Fixes.CONTENT)
     eval_dataset_path: DataPaths = key("",
         'held-out data of the same type, a list too; "": eval_fraction', Fixes.CONTENT, maxtext=OURS, warm_start=False)
     eval_fraction: float = key(0, "share of the documents that is held out, evenly spread; python_stdlib holds out a "
         "fixed list", Fixes.CONTENT, BELOW_ONE, "share of the documents", maxtext=OURS, warm_start=False)
-    text_field: str = key("text", "jsonl, parquet, arrayrecord examples: the field that holds the text",
+    text_field: str = key("text", "jsonl, parquet, tfrecord, arrayrecord examples: the field that holds the text",
         Fixes.RECORDS, maxtext="train_data_columns", warm_start=False)
     record_format: Literal["text", "example"] = key("text",
         "arrayrecord: text (UTF-8) | example (tf.train.Example)", Fixes.RECORDS, maxtext=OURS)

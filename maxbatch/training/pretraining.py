@@ -17,7 +17,8 @@ from maxbatch.config.sections import Config, OptimizerConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import BatchShape, is_loading
-from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
+from maxbatch.data.store.store import IDS
+from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -222,7 +223,7 @@ class Pretraining:
         return found
 
     def _tokenizer(self) -> Tokenizer:
-        return make_tokenizer(self._context.config.tokenizer_type, self._context.config.tokenizer_path)
+        return tokenizer_of(self._context.config)
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if self._saved is not None and name in self._saved:
@@ -459,7 +460,7 @@ class Pretraining:
         """Yields a sample of the model's text, and the next command to type."""
         config = self._context.config
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
-        is_own = self._parts.model is not None or self._parts.stream is not None
+        is_own = self._parts.model is not None or self._parts.stream is not None or self._tokenizer().identity == IDS
         asks = _prompt_flag(config.generate_prompt)
         if config.generate_prompt and not is_own and not self._context.stop.is_asked:
             params = self._merged(state)

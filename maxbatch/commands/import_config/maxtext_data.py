@@ -89,9 +89,9 @@ def _tfds(t: Translation, _: str) -> None:
     name = t.text("dataset_name", "c4/en:3.1.0")
     folder = f"{t.text('dataset_path').rstrip('/')}/{name.replace(':', '/')}".lstrip("/")
     split = t.text("train_split", "train")
-    step = f"its array_record files in that folder (tfds build {name} --file_format=array_record)"
-    path = {"dataset_path": f"{folder}/*-{split}.array_record*"}
-    t.map("dataset_type", dataset_type="arrayrecord", record_format="example")
+    step = f"its tfrecord files in that folder (tfds build {name})"
+    path = {"dataset_path": f"{folder}/*-{split}.tfrecord*"}
+    t.map("dataset_type", dataset_type="tfrecord")
     for word in ("dataset_path", "dataset_name", "train_split"):
         if word == "dataset_name":
             t.need(word, step, **path)
@@ -100,7 +100,7 @@ def _tfds(t: Translation, _: str) -> None:
     if _has_eval(t):
         other = t.text("eval_dataset_name", name).replace(":", "/")
         held_out = f"{t.text('dataset_path').rstrip('/')}/{other}".lstrip("/")
-        files = f"{held_out}/*-{t.text('eval_split', 'validation')}.array_record*"
+        files = f"{held_out}/*-{t.text('eval_split', 'validation')}.tfrecord*"
         for word in ("eval_dataset_name", "eval_split"):
             t.map(word, eval_dataset_path=files)
     else:

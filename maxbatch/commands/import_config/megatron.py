@@ -9,7 +9,7 @@ from maxbatch.commands.import_config.trainer_words import TRAINER
 from maxbatch.commands.import_config.translation import Translation, states_training
 from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import normal
-from maxbatch.config.words.convert import rampup_schedule
+from maxbatch.config.words.convert import rampup_schedule, read_number
 
 # NeMo's names for words of Megatron-LM, by the last name of their path.
 _NEMO = {
@@ -195,11 +195,14 @@ def _data(t: Translation, word: str) -> None:
     items = t.items(word)
     items = items[0].split() if len(items) == 1 else items
     path = ";".join(items)
-    if len(items) > 1 and len(items) % 2 == 0:
-        pairs = zip(items[1::2], items[::2], strict=True)
-        path = ";".join(f"{name},{weight}" for name, weight in pairs)
-    step = "the same text as jsonl at that path, or a store of maxbatch prepare; its .bin and .idx are not read"
-    t.need(word, step, dataset_path=path, dataset_type="jsonl")
+    if len(items) > 1:
+        weights = items[::2]
+        if len(items) % 2 or not all(read_number(weight) for weight in weights):
+            t.refuse(word, "one prefix, or a weight before each", is_essential=True)
+            return
+        path = ";".join(f"{name},{weight}" for name, weight in zip(items[1::2], weights, strict=True))
+    why = "read in place; documents are cut into rows before they are shuffled, so rows are other ones"
+    t.map(word, why, dataset_path=path, dataset_type="megatron")
 
 
 def _tokenizer(t: Translation, word: str) -> None:

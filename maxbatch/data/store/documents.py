@@ -1,7 +1,7 @@
 """The documents of a dataset, in a fixed order, and the jobs that share the reading of them.
 
-A document is UTF-8 text, held as bytes. A record without text, or one that cannot be read while `skip_bad_records` is
-set, is yielded as an empty document, so that the reader can count it.
+A document is UTF-8 text or token ids, held as bytes. A record without text, or one that cannot be read while
+`skip_bad_records` is set, is yielded as an empty document, so that the reader can count it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _JOB_PIECES = 1024  # at most: empty files add nothing to the bytes of a job
 
 
 class Document(NamedTuple):
-    """UTF-8 text (empty: a record left out), and whether the dataset itself holds it out for evaluation."""
+    """UTF-8 text or `TokenIds` (empty: a record left out), and whether the dataset itself holds it out."""
 
     utf8: bytes
     held_out: bool = False
@@ -74,7 +74,7 @@ class DocumentSource:
             files, missing = _path_files(dataset_type, key, value)
             if key == "dataset_path" and config.eval_dataset_path:
                 files = _without_held_out(config, files)
-        has_fields = dataset_type in ("jsonl", "parquet") or (
+        has_fields = dataset_type in ("jsonl", "parquet", "tfrecord") or (
             dataset_type == "arrayrecord" and config.record_format == "example"
         )
         text_field = config.text_field if has_fields else ""

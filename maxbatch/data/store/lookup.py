@@ -3,7 +3,7 @@
 The cache holds one store per content, tokenizer and settings; a dataset whose files were moved, copied or touched has
 the store that it had (`maxbatch.data.store.file_contents`). If several processes need a new store, one builds it and
 the others wait.
-`dataset_type=tokens` names a store that `maxbatch prepare` wrote.
+`dataset_type=tokens` names a store that `maxbatch prepare` wrote, `dataset_type=megatron` one of Megatron-LM.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
 from maxbatch.data.store.recipe import StoreRecipe
+from maxbatch.data.store.store import Store
 from maxbatch.data.store.token_store import (
     MANIFEST,
     Manifest,
@@ -31,10 +32,14 @@ from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
 
 
-def find_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore | None:
+def find_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store | None:
     """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none."""
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
+    if config.dataset_type == "megatron":
+        from maxbatch.data.store.megatron import open_megatron
+
+        return open_megatron(config, key, reads=False)
     from maxbatch.data.store.documents import DocumentSource
 
     source = DocumentSource.from_config(config, key)
@@ -42,7 +47,7 @@ def find_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_pat
     return names and _cached(config, *names)
 
 
-def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> TokenStore:
+def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store:
     """Returns the store of the dataset (not a mixture) that config[key] names; builds it unless the cache has it.
 
     Raises:
@@ -52,6 +57,10 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_pat
     """
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
+    if config.dataset_type == "megatron":
+        from maxbatch.data.store.megatron import open_megatron
+
+        return open_megatron(config, key)
     from maxbatch.data.store.builder import Build, build_store, default_workers
     from maxbatch.data.store.documents import DocumentSource
     from maxbatch.system.bars import bytes_bar

@@ -16,7 +16,7 @@ import numpy as np
 
 from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.formats import Piece, grouped
+from maxbatch.data.store.formats import Piece, TokenIds, grouped
 from maxbatch.data.store.recipe import RecordEncoder
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizers import Tokenizer
@@ -75,7 +75,14 @@ class Tokeniser:
         """Yields the tokens of each record's documents, as the store has them; none for a record that is left out."""
         texts = [kept.utf8 for kept in batch]
         if self.encoder is None:
-            yield from ([ids] for ids in self.tokenizer.encode_utf8_batch(texts))
+            encoded_texts = iter(
+                self.tokenizer.encode_utf8_batch([text for text in texts if not isinstance(text, TokenIds)])
+            )
+            for number, text in enumerate(texts):
+                if isinstance(text, TokenIds):
+                    yield self._checked(text, batch[number].number)
+                else:
+                    yield [next(encoded_texts)]
             return
         try:
             encoded = self.encoder.encode_batch(texts)
@@ -85,6 +92,17 @@ class Tokeniser:
         assert bit is not None, "the layout of records with answers marks trained tokens"
         for found in encoded:
             yield [ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit) for ids, trained in found or ()]
+
+    def _checked(self, document: TokenIds, number: int) -> Sequence[np.ndarray]:
+        """Returns the ids of a document; none if one is beyond the vocabulary and bad records are left out."""
+        ids = np.frombuffer(document, "<i8")
+        most = min(self.tokenizer.vocab_size, np.iinfo(self.layout.hashed_as).max + 1) - 1
+        if ids.min() >= 0 and ids.max() <= most:
+            return [ids]
+        if self.source.skip_bad_records:
+            return []
+        wrong = int(ids[(ids < 0) | (ids > most)][0])
+        raise RecordError(number, f"the token id {wrong} is not one of the tokenizer's, 0 to {most}")
 
     def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[_Kept]:
         kept = 0

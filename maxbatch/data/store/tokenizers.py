@@ -10,10 +10,27 @@ import numpy as np
 from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown, utf8_of
+from maxbatch.data.store.store import IDS
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxbatch.data.store.chat_template import ChatTemplate
+
+
+class StreamKeys(Protocol):
+    """The keys that choose the tokenizer of data."""
+
+    @property
+    def dataset_type(self) -> str: ...
+
+    @property
+    def tokenizer_type(self) -> str: ...
+
+    @property
+    def tokenizer_path(self) -> str: ...
+
+    @property
+    def vocab_size(self) -> int: ...
 
 
 class Tokenizer(Protocol):
@@ -93,6 +110,60 @@ class ByteTokenizer:
         """Returns the text of ids, without special tokens and unknown ids; torn characters become U+FFFD."""
         ids = np.asarray(ids)
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
+
+
+class NoTokenizer:
+    """Token ids without their tokenizer: ids are shown as numbers, and no text becomes ids."""
+
+    bos_id = None
+    eos_id = None
+    pad_id = 0
+    identity = IDS
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Raises ConfigError."""
+        raise self._error("text")
+
+    def encode(self, text: str) -> np.ndarray:
+        """Raises ConfigError."""
+        raise self._error("text")
+
+    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Raises ConfigError."""
+        raise self._error("text")
+
+    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the ids as numbers."""
+        return self.decode(ids)
+
+    def begins_with_bos(self) -> bool:
+        """Returns False: there are no rules."""
+        return False
+
+    def chat_template(self) -> ChatTemplate:
+        """Raises ConfigError."""
+        raise self._error("a chat template")
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the ids as numbers."""
+        return " ".join(str(int(token)) for token in ids)
+
+    def _error(self, what: str) -> ConfigError:
+        return ConfigError(
+            f"tokenizer_type=byte: the data hold token ids of another tokenizer, which {what} needs; "
+            "works: tokenizer_type=huggingface with tokenizer_path, the model's folder"
+        )
+
+
+def tokenizer_of(config: StreamKeys) -> Tokenizer:
+    """Returns the tokenizer of a config's data; data of token ids need none, and then have none but a stated one."""
+    if config.dataset_type == "megatron" and config.tokenizer_type == "byte":
+        check_tokenizer(config.tokenizer_type, config.tokenizer_path)
+        return NoTokenizer(config.vocab_size)
+    return make_tokenizer(config.tokenizer_type, config.tokenizer_path)
 
 
 def make_tokenizer(tokenizer_type: str, tokenizer_path: str) -> Tokenizer:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
-from maxbatch.data.store.token_store import TokenStore
+from maxbatch.data.store.store import Store
 from maxbatch.data.stream.overlong import refuse_overlong
 from maxbatch.data.stream.recipe import Fitted
 from maxbatch.data.stream.rows import Extents, RowSource
@@ -23,7 +23,7 @@ _VERSION = 3
 _ROWS_AT_ONCE = 1024
 
 
-def fit_rows(store: TokenStore, documents_S: np.ndarray, length: int, overlong: str) -> Fitted:
+def fit_rows(store: Store, documents_S: np.ndarray, length: int, overlong: str) -> Fitted:
     """Returns the conversations with numbers `documents_S`, each at most `length` long, a row.
 
     Raises:

@@ -6,6 +6,7 @@ from functools import partial
 
 from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import Records
+from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.recipe import Opened, Split, StreamRecipe
 from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Lay, RowPlan, StoredRows, WholeLayout
@@ -42,7 +43,7 @@ def _open_plan(config: StreamConfig, split: Split, recipe: StreamRecipe) -> tupl
     if isinstance(records, Records) and strategy == "concatenate":
         if records.are_all and config.packing:  # the tokens of a store in its order: nothing is computed
             return ConcatenatePlan.of_store(split.store, length), len(records), 0
-        if recipe.reads_blocks and isinstance(split.store.table, RangedTable):
+        if recipe.reads_blocks and isinstance(split.store, TokenStore) and isinstance(split.store.table, RangedTable):
             return _plan(config, partial(BlockLayout, split.store, records)), len(records), 0
     extents, num_overlong = recipe.fitted(config, split)
     plan: RowPlan

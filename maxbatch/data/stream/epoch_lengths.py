@@ -9,7 +9,7 @@ import contextlib
 from pathlib import Path
 
 from maxbatch.config.keys import Fixes
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.stream.recipe import StreamRecipe
@@ -40,7 +40,7 @@ def remember_length(config: StreamConfig, num_samples: int) -> None:
 
 def _is_made_here(config: StreamConfig) -> bool:
     """Returns whether an epoch is made from files of this machine; to list those of a store takes requests."""
-    made_otherwise = StreamRecipe.of(config).has_answers or config.dataset_type in ("synthetic", "tokens")
+    made_otherwise = StreamRecipe.of(config).has_answers or config.dataset_type in ("synthetic", *STORES)
     paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
     return not made_otherwise and not any(map(is_remote, paths))
 

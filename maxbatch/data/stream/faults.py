@@ -11,8 +11,10 @@ from maxbatch.config.rules import check_data_paths, check_vocabulary
 from maxbatch.config.values import shown
 from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.formats import TokenIds
 from maxbatch.data.store.lookup import open_store
-from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
+from maxbatch.data.store.megatron import open_megatron
+from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, tokenizer_of
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import StreamRecipe
 from maxbatch.data.stream.stream_config import StreamConfig
@@ -39,10 +41,11 @@ def data_faults(config: StreamConfig) -> list[str]:
             faults[str(error)] = None
             return None
 
-    tokenizer = attempt(lambda: make_tokenizer(config.tokenizer_type, config.tokenizer_path))
+    tokenizer = attempt(lambda: tokenizer_of(config))
     if tokenizer is not None and config.dataset_type != "synthetic":
         attempt(lambda: check_vocabulary(config, tokenizer.vocab_size))
-        attempt(lambda: check_special_tokens(config, tokenizer))
+        if config.dataset_type != "megatron":
+            attempt(lambda: check_special_tokens(config, tokenizer))
     attempt(lambda: check_data_paths(config))
     mixture = attempt(lambda: read_mixture(config))
     sources = [source.config for source in mixture] if mixture else [config]
@@ -56,6 +59,9 @@ def data_faults(config: StreamConfig) -> list[str]:
 def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> None:
     """Raises ConfigError if a dataset, or one of its first records, cannot be read."""
     if config.dataset_type == "synthetic":
+        return
+    if config.dataset_type == "megatron":
+        open_megatron(config, key)
         return
     if config.dataset_type == "tokens":
         if tokenizer is not None:
@@ -71,7 +77,7 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
         return
     encoder = StreamRecipe.of(config).encoder(config, tokenizer)
     if encoder is None:
-        tokenizer.encode_utf8_batch(texts)
+        tokenizer.encode_utf8_batch([text for text in texts if not isinstance(text, TokenIds)])
         return
     try:
         encoder.encode_batch([text for text in texts if text])

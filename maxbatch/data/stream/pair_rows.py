@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from maxbatch.data.store.token_store import TokenStore
+from maxbatch.data.store.store import Store
 from maxbatch.data.stream.overlong import refuse_overlong
 from maxbatch.data.stream.rows import Extents, Pieces, Rows, assemble
 from maxbatch.data.stream.trained_tokens import ConversationFigures
@@ -31,7 +31,7 @@ class PairRows:
       ConfigError: a pair is longer, and `overlong` is `error`; or none is left.
     """
 
-    def __init__(self, store: TokenStore, pairs_S: np.ndarray, length: int, overlong: str, pad_id: int) -> None:
+    def __init__(self, store: Store, pairs_S: np.ndarray, length: int, overlong: str, pad_id: int) -> None:
         self._store, self._length, self._pad_id = store, length, pad_id
         documents_Sx2 = 2 * pairs_S[:, None] + np.arange(2)
         start_Sx2, end_Sx2 = Extents.of(store.offsets, documents_Sx2)

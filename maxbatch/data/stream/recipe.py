@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from maxbatch.data.store.heldout import Records
-    from maxbatch.data.store.token_store import TokenStore
+    from maxbatch.data.store.store import Store
     from maxbatch.data.store.tokenizers import Tokenizer
     from maxbatch.data.stream.rows import Extents, RowSource
     from maxbatch.data.stream.stream_config import StreamConfig
@@ -33,7 +33,7 @@ class Split:
       tokenizer: that of the store.
     """
 
-    store: TokenStore
+    store: Store
     records: np.ndarray | Records
     key: Mapping[str, object]
     tokenizer: Tokenizer

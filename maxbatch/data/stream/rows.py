@@ -17,7 +17,9 @@ import numpy as np
 from maxbatch.data.store import document_table
 from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
 from maxbatch.data.store.heldout import Records
+from maxbatch.data.store.megatron import CheckedIds
 from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
+from maxbatch.data.store.store import Store
 from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
@@ -161,7 +163,7 @@ class ConcatenatePlan:
         self._set(row_length, self._layout.num_tokens)
 
     @classmethod
-    def of_store(cls, store: TokenStore, row_length: int) -> ConcatenatePlan:
+    def of_store(cls, store: Store, row_length: int) -> ConcatenatePlan:
         """Returns the plan of all documents of a store, joined in the order of the store; it holds no array."""
         plan = cls.__new__(cls)
         plan._set(row_length, int(store.manifest["tokens"]))
@@ -172,7 +174,7 @@ class ConcatenatePlan:
         self.row_length = row_length
         self.num_tokens = num_tokens
         self.num_rows = -(-num_tokens // row_length)
-        self._store: TokenStore | None = None  # whose documents are all in the plan, in the order of the store
+        self._store: Store | None = None  # whose documents are all in the plan, in the order of the store
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
         begin_n = rows_n * self.row_length
@@ -215,7 +217,7 @@ class DocumentPlan:
 
 
 def assemble(
-    tokens: np.ndarray | MappedTokens | RangedTokens,
+    tokens: np.ndarray | MappedTokens | RangedTokens | CheckedIds,
     pieces: Pieces,
     num_rows: int,
     row_length: int,
@@ -274,7 +276,7 @@ class StoredRows:
 
     conversations: ConversationFigures | None = None
 
-    def __init__(self, store: TokenStore, plan: RowPlan, num_documents: int, pad_id: int):
+    def __init__(self, store: Store, plan: RowPlan, num_documents: int, pad_id: int):
         self.row_length = plan.row_length
         self.num_rows = plan.num_rows
         self.num_tokens = plan.num_tokens

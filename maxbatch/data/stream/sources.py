@@ -19,8 +19,9 @@ from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.config.values import exact
 from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.lookup import find_store, open_store
-from maxbatch.data.store.token_store import TokenStore
-from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
+from maxbatch.data.store.megatron import MegatronStore
+from maxbatch.data.store.store import Store
+from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
@@ -52,13 +53,15 @@ class SourceRows(NamedTuple):
 def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     """Opens the training rows of a config, or the held-out ones (None if nothing is); new data are tokenised now."""
     check_data_paths(config)
-    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    tokenizer = tokenizer_of(config)
     fraction = HeldOutFraction.of(config.eval_fraction)
     if config.dataset_type == "synthetic":
         return _synthetic_rows(config, tokenizer, fraction, held_out)
     check_vocabulary(config, tokenizer.vocab_size)
     own_path = held_out and bool(config.eval_dataset_path)
     store = open_store(config, tokenizer, "eval_dataset_path" if own_path else "dataset_path")
+    if isinstance(store, MegatronStore):
+        store = store.of_vocabulary(config.vocab_size)
     documents, rule = _split_documents(config, store, fraction, held_out)
     if held_out and rule == "none" and not own_path:
         return None
@@ -66,8 +69,8 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     # Only the content counts, not how it was stored (dataset_type, paths, fields).
     identity: Identity = {
         "content": store.manifest["content"],
-        "tokenizer": tokenizer.identity,
-        **recipe.row_identity(config),
+        "tokenizer": store.manifest["tokenizer"],
+        **_row_identity(config, store),
         "held_out": rule,
     }
     key = _packing_key(config, store, rule, held_out)
@@ -77,6 +80,13 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     if not held_out:
         remember_length(config, rows.num_rows)
     return SourceRows(rows, identity, tokenizer, store.folder)
+
+
+def _row_identity(config: StreamConfig, store: Store) -> Identity:
+    """Returns the settings that fix the rows; a store of another program has the special tokens that it has."""
+    identity = StreamRecipe.of(config).row_identity(config)
+    adds_tokens = not isinstance(store, MegatronStore)
+    return {key: value for key, value in identity.items() if adds_tokens or key not in names_fixing(Fixes.TOKENS)}
 
 
 def order_identity(config: DataConfig) -> Identity:
@@ -147,7 +157,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
     fraction = HeldOutFraction.of(config.eval_fraction)
     if config.dataset_type == "synthetic":
         return _FoundRows(fraction.count(config.synthetic_samples, held_out=False))
-    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+    tokenizer = tokenizer_of(config)
     store = find_store(config, tokenizer)
     if store is None:
         return None
@@ -160,7 +170,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
     return _FoundRows(num_rows, find_trained_tokens(config, key) if recipe.has_answers else None)
 
 
-def _packing_key(config: StreamConfig, store: TokenStore, rule: str, held_out: bool) -> dict[str, object]:
+def _packing_key(config: StreamConfig, store: Store, rule: str, held_out: bool) -> dict[str, object]:
     """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
     manifest = store.manifest
     overlong = {"overlong": config.overlong} if StreamRecipe.of(config).has_answers else {}
@@ -189,7 +199,7 @@ def _synthetic_rows(
 
 
 def _split_documents(
-    config: StreamConfig, store: TokenStore, fraction: HeldOutFraction, held_out: bool
+    config: StreamConfig, store: Store, fraction: HeldOutFraction, held_out: bool
 ) -> tuple[Documents, str]:
     """Returns the records of a split, and the rule that chose them."""
     recipe = StreamRecipe.of(config)

@@ -13,7 +13,7 @@ from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path
-from maxbatch.data.store.tokenizers import make_tokenizer
+from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places, tensor_shapes
 from maxbatch.huggingface.folder.config_export import TOKEN_IDS, config_json
 from maxbatch.huggingface.folder.config_json import (
@@ -71,7 +71,7 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     read = open_parameters(source, config.model, abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     imported_from = _source(config.load_parameters_path)
-    fields = config_json(config, written_as, imported_from or _token_ids(config.data))
+    fields = config_json(config, written_as, imported_from or _token_ids(tokenizer_of(config)))
     places = parameter_places(config.decoder_block, abstract)
     generation = _generation(config.load_parameters_path, fields)
     with writing(output), writing_folder(target, last=CONFIG_FILE) as folder:
@@ -102,8 +102,7 @@ def _source(path: str) -> Json:
     return read_config_json(path) if path and is_huggingface_folder(path) else {}
 
 
-def _token_ids(config: DataConfig) -> Json:
-    tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
+def _token_ids(tokenizer: Tokenizer) -> Json:
     return dict(zip(TOKEN_IDS, (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id), strict=True))
 
 

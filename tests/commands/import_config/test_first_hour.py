@@ -342,7 +342,6 @@ def test_an_empty_word_in_a_script_is_no_program(folder: Path) -> None:
         ("axolotl", f"{CHAT}tokenizer_config: someone/tok\n", "tokenizer_config"),
         ("megatron", "micro_batch_size: 4\ntokenizer_type: HuggingFaceTokenizer\ntokenizer_model: someone/tok\n",
          "tokenizer_model"),
-        ("megatron", "micro_batch_size: 4\ndata_path: corpus_text_document\n", "data_path"),
     ],
 )  # fmt: skip
 def test_no_format_shows_a_name_on_the_hub_or_other_files_as_mapped(

@@ -164,7 +164,9 @@ def test_lines_of_key_value_are_read(tmp_path: Path) -> None:
     ("text", "expected"),
     [
         ("dataset_type: tfds\ndataset_path: data\ndataset_name: 'c4/en:3.0.1'\n",
-         ("arrayrecord", "data/c4/en/3.0.1/*-train.array_record*")),
+         ("tfrecord", "data/c4/en/3.0.1/*-train.tfrecord*")),
+        ("dataset_type: grain\ngrain_file_type: tfrecord\ngrain_train_files: a/*.tfrecord\n",
+         ("tfrecord", "a/*.tfrecord")),
         ("dataset_type: hf\nhf_path: parquet\nhf_train_files: d/*.parquet\n", ("parquet", "d/*.parquet")),
         ("dataset_type: grain\ngrain_train_files: a/*,0.3;b/*,0.7\n", ("arrayrecord", "a/*,0.3;b/*,0.7")),
     ],
@@ -178,6 +180,7 @@ def test_its_data_become_ours(tmp_path: Path, text: str, expected: tuple[str, st
     "text",
     [
         "dataset_type: c4_mlperf\n",
+        "dataset_type: olmo_grain\nolmo_index_path: index.json\n",
         "grain_train_mixture_config_path: m.json\ndataset_type: grain\n",
         "train_data_columns: ['chosen', 'rejected']\ndataset_type: tfds\n",
         "per_device_batch_size: $BATCH\n",

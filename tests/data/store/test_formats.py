@@ -17,7 +17,8 @@ from maxbatch import ConfigError, load_config
 from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import formats
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.formats import jsonl, parquet
+from maxbatch.data.store.formats import jsonl, parquet, tfrecord
+from maxbatch.data.stream.stream import open_stream
 from maxbatch.system import object_stores
 from maxbatch.system.errors import StoreFailed
 from maxbatch.system.patience import Patience
@@ -64,9 +65,13 @@ def write_arrayrecord(path: Path, values: list[str]) -> Path:
     return write_records(path, [value.encode() for value in values])
 
 
+def varint(number: int) -> bytes:
+    return bytes([number]) if number < 128 else bytes([number % 128 + 128]) + varint(number // 128)
+
+
 def length_delimited(field: int, payload: bytes) -> bytes:
-    """One field of a protobuf message, for payloads of less than 128 bytes."""
-    return bytes([field << 3 | 2, len(payload)]) + payload
+    """One field of a protobuf message."""
+    return bytes([field << 3 | 2]) + varint(len(payload)) + payload
 
 
 def example(features: dict[str, bytes]) -> bytes:
@@ -82,6 +87,44 @@ def byte_strings(*values: bytes) -> bytes:
     return length_delimited(1, b"".join(length_delimited(1, value) for value in values))
 
 
+def integers(*values: int) -> bytes:
+    return length_delimited(3, length_delimited(1, b"".join(varint(value % 2**64) for value in values)))
+
+
+def crc_table_entry(number: int) -> int:
+    for _ in range(8):
+        number = number >> 1 ^ (0x82F63B78 if number & 1 else 0)
+    return number
+
+
+CRC_TABLE = [crc_table_entry(number) for number in range(256)]
+
+
+def masked_crc(data: bytes) -> bytes:
+    """The masked CRC-32C of TFRecord files."""
+    crc = 0xFFFFFFFF
+    for byte in data:
+        crc = crc >> 8 ^ CRC_TABLE[(crc ^ byte) & 255]
+    crc ^= 0xFFFFFFFF
+    return struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+def framed(record: bytes) -> bytes:
+    """A record as TFRecord files hold it."""
+    head = struct.pack("<Q", len(record))
+    return head + masked_crc(head) + record + masked_crc(record)
+
+
+def write_tfrecord(path: Path, values: list[str]) -> Path:
+    path.write_bytes(b"".join(framed(example({"text": byte_strings(value.encode())})) for value in values))
+    return path
+
+
+def write_packed_tfrecord(path: Path, values: list[str]) -> Path:
+    path.write_bytes(gzip.compress(write_tfrecord(path, values).read_bytes()))
+    return path
+
+
 FLOATS = length_delimited(2, length_delimited(1, struct.pack("<f", 1.5)))
 INTEGERS = length_delimited(3, length_delimited(1, b"\x07"))
 
@@ -90,6 +133,8 @@ WRITERS: dict[str, tuple[str, str, Callable[[Path, list[str]], Path]]] = {
     "gzip": ("jsonl", "a.jsonl.gz", write_gzip),
     "parquet": ("parquet", "a.parquet", write_parquet),
     "arrayrecord": ("arrayrecord", "a.array_record", write_arrayrecord),
+    "tfrecord": ("tfrecord", "a.tfrecord", write_tfrecord),
+    "packed tfrecord": ("tfrecord", "a.tfrecord.gz", write_packed_tfrecord),
 }
 
 
@@ -104,10 +149,10 @@ def test_pieces_give_what_the_whole_file_gives(tmp_path: Path, name: str, monkey
     kind, file_name, write = WRITERS[name]
     values = [f"{number} " + "x" * (number * 7 % 50) for number in range(300)]
     path = write(tmp_path / file_name, values)
-    for module in (jsonl, parquet, formats):
+    for module in (jsonl, parquet, tfrecord, formats):
         monkeypatch.setattr(module, "PIECE_BYTES", 100)
     pieces = [piece for job in source(kind, path).jobs() for piece in job]
-    assert name != "jsonl" or len(pieces) > 50
+    assert name not in ("jsonl", "tfrecord") or len(pieces) > 50
     assert sum(piece.size for piece in pieces) <= path.stat().st_size
     assert texts(source(kind, path)) == values
 
@@ -197,11 +242,63 @@ def test_examples_are_read_without_tensorflow(tmp_path: Path) -> None:
     assert "tensorflow" not in sys.modules
 
 
+def test_a_checksum_is_that_of_the_published_vectors() -> None:
+    """RFC 3720, B.4, unmasked: 32 bytes of zeros, and 0 to 31."""
+    for data, crc in ((bytes(32), 0x8A9136AA), (bytes(range(32)), 0x46DD794E), (b"123456789", 0xE3069283)):
+        assert masked_crc(data) == struct.pack("<I", ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF)
+
+
+@pytest.mark.parametrize("kind", ["tfrecord", "arrayrecord"])
+def test_a_list_of_token_ids_is_a_document(tmp_path: Path, kind: str) -> None:
+    ids = [[7, 255, 0], [1] * 200, [3]]
+    records = [example({"text": integers(*one)}) for one in ids]
+    path = tmp_path / f"a.{kind}"
+    if kind == "arrayrecord":
+        write_records(path, records)
+    else:
+        path.write_bytes(b"".join(map(framed, records)))
+    stated = [f"dataset_type={kind}", f"dataset_path={path}", "record_format=example", "enable_data_shuffling=false"]
+    for add, special in ((False, []), (True, [257])):
+        end = f"add_eos={add}".lower()
+        stream = open_stream(load_config(overrides=[*stated, "add_bos=false", end, "max_target_length=32"]))
+        rows = stream.read(0, len(stream))
+        assert rows["tokens"][rows["segments"] > 0].tolist() == [token for one in ids for token in (*one, *special)]
+
+
+@pytest.mark.parametrize("token", [256, -1])
+def test_an_id_that_the_tokenizer_lacks_is_a_bad_record(tmp_path: Path, token: int) -> None:
+    records = [example({"text": integers(*ids)}) for ids in ([1], [2, token], [3])]
+    (tmp_path / "a.tfrecord").write_bytes(b"".join(map(framed, records)))
+    stated = ["dataset_type=tfrecord", f"dataset_path={tmp_path}/a.tfrecord"]
+    with pytest.raises(ConfigError, match=rf"record 2: the token id {token} is not one of the tokenizer's, 0 to 255"):
+        open_stream(load_config(overrides=stated))
+    stats = open_stream(load_config(overrides=[*stated, "skip_bad_records=true"])).stats()
+    assert (stats["documents"], stats["skipped_records"]) == (2, 1)
+
+
+def test_a_length_that_differs_from_its_checksum_ends_the_file(tmp_path: Path) -> None:
+    path = write_tfrecord(tmp_path / "a.tfrecord", ["one", "two", "three"])
+    data = bytearray(path.read_bytes())
+    place = len(framed(example({"text": byte_strings(b"one")})))
+    data[place] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ConfigError, match=rf"record at byte {place}: damaged .* length of the record differs"):
+        texts(source("tfrecord", path))
+    assert texts(source("tfrecord", path, "skip_bad_records=true")) == ["one", ""]
+
+
+def test_tfrecord_without_its_checksums_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_tfrecord(tmp_path / "a.tfrecord", TEXTS)
+    monkeypatch.setitem(sys.modules, "google_crc32c", None)
+    with pytest.raises(ConfigError, match=r"dataset_type=tfrecord: .*pip install 'maxbatch\[tfrecord\]'"):
+        texts(source("tfrecord", path))
+
+
 BAD_EXAMPLES = {
     "not a tf.train.Example": b"\xff\xff\xff",
     "no feature text_field='text'; its features: 'body'": example({"body": byte_strings(b"x")}),
     "holds 2 byte strings, not one": example({"text": byte_strings(b"x", b"y")}),
-    "holds 0 byte strings, not one": example({"text": INTEGERS}),
+    "holds 0 byte strings, not one": example({"text": FLOATS}),
     "not UTF-8 at byte 0": example({"text": byte_strings(b"\xff")}),
 }
 
@@ -219,19 +316,20 @@ def test_a_bad_example_is_named_by_record_or_left_out(tmp_path: Path, problem: s
 
 def test_truncated_files_are_named_and_what_is_whole_is_kept(tmp_path: Path) -> None:
     values = [os.urandom(200).hex() for _ in range(2000)]
-    for name in ("gzip", "parquet", "arrayrecord"):
+    for name in ("gzip", "parquet", "arrayrecord", "tfrecord", "packed tfrecord"):
         kind, file_name, write = WRITERS[name]
         path = write(tmp_path / file_name, values)
-        os.truncate(path, path.stat().st_size // 2)
+        os.truncate(path, path.stat().st_size // 2 + 100)
         with pytest.raises(ConfigError, match=f"{path}") as raised:
             texts(source(kind, path))
         assert "skip_bad_records=true" in str(raised.value) and "\n" not in str(raised.value)
         kept = texts(source(kind, path, "skip_bad_records=true"))
         assert kept[-1] == "" and kept[:-1] == values[: len(kept) - 1], name
-        assert (len(kept) > 100) == (name == "gzip"), "of the others the index is at the end"
+        has_index = name in ("parquet", "arrayrecord")
+        assert (len(kept) > 100) != has_index, "an index is at the end"
 
 
-@pytest.mark.parametrize("name", ["parquet", "arrayrecord"])
+@pytest.mark.parametrize("name", ["parquet", "arrayrecord", "tfrecord"])
 def test_damage_inside_a_file_costs_the_records_that_it_hits(tmp_path: Path, name: str) -> None:
     kind, file_name, write = WRITERS[name]
     values = [os.urandom(1000).hex() for _ in range(500)]
@@ -239,27 +337,29 @@ def test_damage_inside_a_file_costs_the_records_that_it_hits(tmp_path: Path, nam
     if name == "parquet":
         pq.write_table(pa.table({"text": values}), path, row_group_size=50, write_page_checksum=True)
     data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 255
+    data[len(data) // 2 + 100] ^= 255
     path.write_bytes(data)
     documents = source(kind, path, "skip_bad_records=true")
     kept = texts(documents)
     assert len(kept) == len(values)
     assert all(text in ("", value) for text, value in zip(kept, values, strict=True))
     assert 1 <= kept.count("") <= 50
-    with pytest.raises(ConfigError, match=f"{path}.*damaged"):
+    with pytest.raises(ConfigError, match=f"{path}.*(damaged|differs from its checksum)"):
         texts(source(kind, path))
 
 
 SHARDS = {
     "parquet": ["train-{:05}-of-00003.parquet", "train.parquet-{:05}-of-00003"],
     "arrayrecord": ["c4-train.array_record-{:05}-of-00003", "c4-train-{:05}-of-00003.arrayrecord"],
+    "tfrecord": ["c4-train.tfrecord-{:05}-of-00003", "c4-train-{:05}-of-00003.tfrecord"],
     "jsonl": ["part-{:05}-of-00003.jsonl", "c4-train.{:05}-of-00003.json.gz", "x-{:05}-of-00003.jsonl.gz"],
 }
 
 
 @pytest.mark.parametrize(("kind", "pattern"), [(k, p) for k, patterns in SHARDS.items() for p in patterns])
 def test_a_missing_shard_is_refused_by_name(tmp_path: Path, kind: str, pattern: str) -> None:
-    write = {"parquet": write_parquet, "arrayrecord": write_arrayrecord, "jsonl": write_jsonl}[kind]
+    write = {"parquet": write_parquet, "arrayrecord": write_arrayrecord, "jsonl": write_jsonl,
+             "tfrecord": write_tfrecord}[kind]  # fmt: skip
     folder = tmp_path / "d"
     folder.mkdir()
     for shard in range(3):

@@ -1,8 +1,8 @@
 """The file formats of datasets, and how their documents are read piece by piece.
 
 A piece is a part of a file that can be read by itself, so that several processes can share the work; the documents of
-a file are those of its pieces, in order. A document is UTF-8 text, held as bytes; a record that is left out is yielded
-as an empty document, so that the reader can count it.
+a file are those of its pieces, in order. A document is UTF-8 text or token ids, held as bytes; a record that is left
+out is yielded as an empty document, so that the reader can count it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ Bad = Callable[[str], bytes]
 PIECE_BYTES = 4 << 20
 
 T = TypeVar("T")
+
+
+class TokenIds(bytes):
+    """A document that is token ids already: int64, little-endian."""
 
 
 class Piece(NamedTuple):
@@ -69,6 +73,7 @@ FOLDER_FILES: dict[str, tuple[re.Pattern[str], str]] = {
     "jsonl": (re.compile(rf"\.(jsonl|ndjson){_SHARD}(\.gz)?$|\.json\.gz$"), ".jsonl, .ndjson or .jsonl.gz"),
     "parquet": (re.compile(rf"\.parquet{_SHARD}$"), ".parquet"),
     "arrayrecord": (re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"), ".array_record or .arrayrecord"),
+    "tfrecord": (re.compile(rf"\.(tfrecords?|tfrec){_SHARD}(\.gz)?$"), ".tfrecord, .tfrecords or .tfrec"),
 }
 
 
@@ -107,6 +112,10 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None, b
         from maxbatch.data.store.formats.arrayrecord import ArrayRecords
 
         return ArrayRecords(record_format, text_field, bad)
+    if dataset_type == "tfrecord":
+        from maxbatch.data.store.formats.tfrecord import TFRecords
+
+        return TFRecords(text_field, bad)
     return TextFiles(bad)
 
 

@@ -4,36 +4,16 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
-from maxbatch.config.values import shown
 from maxbatch.data.store.files import local_path
-from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8
+from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, TokenIds, checked_utf8
+from maxbatch.data.store.formats.example import example_field
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.source_files import SourceFile, reason
 from maxbatch.system.storage import is_remote
 
 _BATCH_BYTES = 1 << 20
-# The declaration of tf.train.Example, for reading it without TensorFlow.
-# Field numbers are TensorFlow's (core/example/example.proto, feature.proto). Lists of numbers are not declared:
-# protobuf skips fields that it does not know.
-_DECLARATION = """
-name: "maxbatch/example.proto" package: "maxbatch" syntax: "proto3"
-message_type { name: "BytesList" field { name: "value" number: 1 type: TYPE_BYTES label: LABEL_REPEATED } }
-message_type { name: "Feature" field { name: "bytes_list" number: 1 type_name: ".maxbatch.BytesList" } }
-message_type {
-  name: "Features"
-  nested_type {
-    name: "FeatureEntry"
-    field { name: "key" number: 1 type: TYPE_STRING }
-    field { name: "value" number: 2 type_name: ".maxbatch.Feature" }
-    options { map_entry: true }
-  }
-  field { name: "feature" number: 1 label: LABEL_REPEATED type_name: ".maxbatch.Features.FeatureEntry" }
-}
-message_type { name: "Example" field { name: "features" number: 1 type_name: ".maxbatch.Features" } }
-"""
 
 
 class ArrayRecords:
@@ -86,7 +66,7 @@ class ArrayRecords:
                 record = example_field(record, self._feature)
             except ValueError as error:
                 return self._bad(f"{place}: {error}")
-        return checked_utf8(record, place, self._bad)
+        return record if isinstance(record, TokenIds) else checked_utf8(record, place, self._bad)
 
 
 def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
@@ -98,38 +78,3 @@ def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:
         if len(numbers) == 1:
             return [error]
         return [record for number in numbers for record in _records(reader, range(number, number + 1))]
-
-
-def example_field(record: bytes, name: str) -> bytes:
-    """Returns the bytes of the feature `name` of a serialised tf.train.Example.
-
-    Raises:
-      ValueError: not an Example; no such feature; or the feature is not one string of bytes.
-    """
-    from google.protobuf.message import DecodeError
-
-    example = _example_class()()
-    try:
-        example.ParseFromString(record)
-    except DecodeError as error:
-        raise ValueError("not a tf.train.Example; record_format=text reads records as UTF-8 text") from error
-    features = example.features.feature
-    if name not in features:
-        names = shown(", ".join(map(repr, sorted(features)[:8])))
-        names = names or "none (record_format=text reads plain text)"
-        raise ValueError(f"no feature text_field={shown(repr(name))}; its features: {names}")
-    values = features[name].bytes_list.value
-    if len(values) != 1:
-        raise ValueError(f"feature text_field={shown(repr(name))} holds {len(values)} byte strings, not one")
-    value: bytes = values[0]
-    return value
-
-
-@cache
-def _example_class() -> Any:
-    from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, text_format
-
-    # In a pool of its own, so that it does not clash with TensorFlow's declaration if that is loaded too.
-    pool = descriptor_pool.DescriptorPool()
-    pool.Add(text_format.Parse(_DECLARATION, descriptor_pb2.FileDescriptorProto()))
-    return message_factory.GetMessageClass(pool.FindMessageTypeByName("maxbatch.Example"))

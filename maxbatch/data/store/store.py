@@ -1,0 +1,48 @@
+"""What the stream asks of a store of tokens, whoever wrote it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Protocol, TypedDict
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from maxbatch.data.store.document_table import DocumentTable
+    from maxbatch.data.store.megatron import CheckedIds
+    from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
+    from maxbatch.system.storage import AnyPath
+
+IDS = "ids"  # the identity of the tokenizer of data that hold token ids
+
+
+class StoreFacts(TypedDict):
+    """The facts about a store that fix its streams."""
+
+    content: str  # hash of the tokens of the documents in order
+    documents: int
+    tokens: int
+    held_out: list[int]  # numbers of the documents that the dataset itself holds out
+    skipped_records: int
+    tokenizer: str  # its identity
+
+
+class Store(Protocol):
+    """Documents of tokens, one after the other."""
+
+    @property
+    def folder(self) -> AnyPath: ...  # where it is, for messages
+
+    @property
+    def manifest(self) -> StoreFacts: ...
+
+    @property
+    def tokens(self) -> np.ndarray | MappedTokens | RangedTokens | CheckedIds: ...  # all of them, in order
+
+    @property
+    def table(self) -> DocumentTable: ...
+
+    @property
+    def offsets(self) -> np.ndarray: ...  # int64[documents + 1], the starts of documents; at last the tokens
+
+    @property
+    def trained_bit(self) -> int | None: ...  # the bit that marks a trained token; None: no token has a mark
