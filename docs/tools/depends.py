@@ -1,4 +1,4 @@
-"""The table of keys in docs/depends.md, made from config/pins.py and config/sections.py: run this file to write it."""
+"""Writes the table of keys in docs/depends.md, from config/pins.py and config/sections.py."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ PAGE = Path(__file__).parents[1] / "depends.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 _HOSTS = {
     Shared.VALUE: "the value",
-    Shared.CONTENT: "the content, in whichever place",
+    Shared.CONTENT: "the content, in any place",
     Shared.STATED: "whether it is stated",
-    Shared.NOTHING: "nothing: a host's own place",
+    Shared.NOTHING: "nothing; each host may have its own place",
 }
 _PINNED = Fixes.STREAM | Fixes.MODEL | Fixes.ADAPTERS | Fixes.PROMPTS
 _ANYWHERE = Fixes.RECORDS | Fixes.CONTENT  # pinned by content alone
 
 
 def resumed(key: Key) -> str:
-    """Returns what a resume with another value of a key does."""
+    """Returns the effect of a resume with another value of a key."""
     what = changes(key.name)
     if key.name in ("load_parameters_path", "load_full_state_path"):
         return f"told: changes {what}; where the run reads its start again, other content is refused"
@@ -34,7 +34,7 @@ def resumed(key: Key) -> str:
 
 
 def table() -> str:
-    """Returns a row for each group of keys that are treated alike."""
+    """Returns a row for each group of keys that hosts and resumes treat alike."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key in keys().values():
         groups[_HOSTS[shared(key.name)], resumed(key)].append(key.name)
@@ -44,7 +44,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """Returns the page with the table as it should be."""
+    """Returns the page with its table made anew."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 

@@ -1,4 +1,4 @@
-"""configs/base.yml, written from the table of keys: `python -m maxbatch.config.base_yml` writes it anew."""
+"""configs/base.yml, generated from the table of keys by `python -m maxbatch.config.base_yml`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxbatch.config.sections import SECTIONS
 from maxbatch.config.values import NULLS, TEXTS
 
 _HEADER = """\
-# maxbatch defaults: every key, with its unit or its rule. Names are MaxText's wherever it has one.
+# maxbatch defaults: every key, with its unit or its rule. Names are MaxText's where it has the key.
 # Layers, later ones win: base.yml < base_config chain < model preset < your CONFIG.yml < MAXBATCH_KEY < key=value.
 # A preset displaces the model keys of all layers below the one whose model_name names it.
 # Written from maxbatch/config/sections.py by python -m maxbatch.config.base_yml: edit the table, not this file.
@@ -32,7 +32,7 @@ def _lines() -> Iterator[str]:
 
 
 def _written(key: Key) -> str:
-    """Returns a default in YAML; a text that YAML could take for something else is in quotes."""
+    """Returns a default in YAML; text that YAML could read as another type is quoted."""
     is_plain = key.kind not in TEXTS or (re.fullmatch(r"[\w./:-]+", key.default) and key.default not in NULLS)
     return key.default if is_plain or (key.nullable and key.default == "null") else json.dumps(key.default)
 

@@ -1,7 +1,7 @@
-"""The families of models, one record each: the form of a layer, the `config.json`, and the names of the tensors.
+"""Model families, one record each: the form of a layer, the fields of `config.json`, and the names of the tensors.
 
-Fields and names are those of the transformers library (https://github.com/huggingface/transformers, `models/`). What a
-family shares with LLaMA (Touvron et al. 2023) is the default; `maxbatch.config.matrices` has its parameters.
+Fields and names follow the transformers library (https://github.com/huggingface/transformers, `models/`). Defaults are
+LLaMA's (Touvron et al. 2023); `maxbatch.config.matrices` has the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _MODULES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family: its names, the facts of its layers that no key states, and how its fields state what our keys state."""
+    """A family: its names, facts of its layers without a config key, and the fields that correspond to our keys."""
 
     decoder_block: str
     model_type: str
@@ -43,17 +43,17 @@ class Family:
     norm_adds_one: bool = False  # a norm multiplies by 1 + scale
     norms_before: bool = True  # the input of attention and of the MLP is normalised
     norms_after: bool = False  # their output is normalised before it joins the stream
-    qk_norm_over: Literal["head", "heads"] = "head"  # what `use_qk_norm` normalises: each head, or all heads together
+    qk_norm_over: Literal["head", "heads"] = "head"  # scope of `use_qk_norm`: each head, or all heads together
     scales_embedding: bool = False  # the embedding is multiplied by the root of its width
     has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
-    has_experts: bool = False  # its MLPs are experts, of which a router chooses some for each token
-    has_expert_biases: bool = False  # of the experts and of their router
-    expert_limit: float | None = None  # of the values that an expert multiplies, which are activated in another way
-    has_sinks: bool = False  # attention may go to a score that each head learns, and to no token
-    always_normalises: bool = False  # the weights of a token's experts, whatever it has them from
-    # Its keys and values are made of latents; first layers without experts, shared experts and groups are its own too.
+    has_experts: bool = False  # its MLPs are experts; a router chooses some for each token
+    has_expert_biases: bool = False  # experts and router have biases
+    expert_limit: float | None = None  # clips the values that an expert multiplies, with another activation
+    has_sinks: bool = False  # each head learns a score that absorbs attention, without a token
+    always_normalises: bool = False  # normalises the weights of a token's experts, for any router scores
+    # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
     has_latents: bool = False
-    # Its config.json. Defaults are those of the transformers library, where a file lacks a field.
+    # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
     bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
@@ -63,21 +63,21 @@ class Family:
     has_rope: bool = True
     has_soft_caps: bool = False
     has_head_dim: bool = True  # whether head_dim may differ from hidden_size / num_attention_heads
-    has_max_window_layers: bool = False  # whether windows may begin at a layer, and be off (use_sliding_window)
-    # n: every n-th layer is global and the others local; 1: all are local; 0: what layer_types says
+    has_max_window_layers: bool = False  # whether windows may start at a later layer or be off (use_sliding_window)
+    # n: every n-th layer is global and the others local; 1: all are local; 0: as layer_types states
     local_every: int = 0
-    # Its tensors. Modules of ours that have one name there lie in one tensor, in the order of the table.
+    # Its tensors. Our modules that share a name form one tensor, in the order of the table.
     modules: Mapping[str, str] = dataclasses.field(default_factory=lambda: _MODULES)  # its names of ours
-    # Whole names of its tensors, by ours. Experts without a number in it lie in one tensor, inputs first, and those of
-    # one name take turns along its last axis.
+    # Whole tensor names, by ours. A name without an expert's number is one tensor of all experts, inputs first; modules
+    # that share such a name alternate along its last axis.
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    layer: str = "model.layers.{layer}"  # the name that precedes those of a layer's modules
+    layer: str = "model.layers.{layer}"  # prefix of a layer's module names
     inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
-    prefix: str = ""  # of its tensors' names, which older files lack
+    prefix: str = ""  # prefix of its tensors' names; older files lack it
 
     @property
     def attention_type(self) -> str:
-        """The pattern of its local and global layers, as the key states it."""
+        """The pattern of its local and global layers, in the form of the key."""
         return LOCAL if self.local_every == 1 else ",".join([LOCAL] * (self.local_every - 1) + [GLOBAL])
 
 
@@ -224,7 +224,7 @@ _DEEPSEEK = Family(
     tensors={"experts.routed_bias": "mlp.gate.e_score_correction_bias"},
 )  # fmt: skip
 
-DEFAULT_FAMILY = _LLAMA.decoder_block  # of a config that names none
+DEFAULT_FAMILY = _LLAMA.decoder_block  # when a config names no family
 # By `decoder_block`.
 FAMILIES: dict[str, Family] = {
     family.decoder_block: family

@@ -1,7 +1,7 @@
 """A config key, and a section of keys: a typed, frozen part of the config.
 
-A field of a section is declared once, with its type, default, rule and sentence; `Key` is what loading, messages and
-`maxbatch config` read of it. base.yml shows the same rows to people.
+A field of a section is declared once, with its type, default, rule and sentence. Loading, messages and `maxbatch
+config` read it as a `Key`; base.yml shows the same rows to people.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _KINDS = {bool: "bool", int: "int", float: "real", str: "text"}
 
 
 class Fixes(enum.Flag):
-    """Properties of a run that the value of a key fixes; the others may change when a run is resumed."""
+    """Properties of a run that a key fixes; a resume may change all others."""
 
     NOTHING = 0
     BATCH = enum.auto()  # the samples of an update; compiled programs see only the shape of a batch
@@ -59,10 +59,10 @@ class Fixes(enum.Flag):
     ROWS = enum.auto()  # how documents become rows
     ORDER = enum.auto()  # the order of the rows
     PROMPTS = enum.auto()  # how records become prompts
-    ADAPTERS = enum.auto()  # the parameters trained besides the model's, and how they enter it
+    ADAPTERS = enum.auto()  # the adapters' parameters, and how they enter the model
     CHAT = enum.auto()  # how records become conversations with trained and untrained tokens
     FORM = enum.auto()  # the model: a preset states these keys anew
-    STATE = enum.auto()  # the start of the parameters, and the optimizer's state
+    STATE = enum.auto()  # the initial parameters, and the optimizer's state
     PROGRAM = enum.auto()  # the compiled programs
     MODEL = FORM | STATE
     STREAM = RECORDS | CONTENT | TOKENS | ROWS | ORDER | CHAT
@@ -86,12 +86,12 @@ class Key(Scalar):
 
     _: dataclasses.KW_ONLY
     fixes: Fixes
-    sentence: str  # its meaning, on one line
+    sentence: str  # its meaning, one line
     unit: str = ""  # of a number
     part: Part | None = None
     maxtext: str | None = SAME  # its name in MaxText's configs; OURS: MaxText has no such key
-    warm_start: bool = True  # whether the warm start of RL takes it from the run; if not, it has its default
-    chooses: str = ""  # the kind of sample that it chooses if it is set (`maxbatch.config.recipes`)
+    warm_start: bool = True  # whether RL's warm start takes it from the run; else it has its default
+    chooses: str = ""  # the kind of sample it chooses when set (`maxbatch.config.recipes`)
 
     @property
     def maxtext_name(self) -> str | None:
@@ -100,16 +100,16 @@ class Key(Scalar):
 
 
 class Entry(NamedTuple):
-    """One key as it is stated."""
+    """A key and its value as written."""
 
     name: str
-    text: str  # its value, unread
+    text: str  # its value, not parsed yet
     plain: bool  # whether the value is written without quotes
-    where: str  # file and line, or what else states it, for messages
+    where: str  # file and line, or another source, for messages
 
 
 class Keyed(Protocol):
-    """Values by the names of keys: the whole config, a section that has those keys, or a mapping."""
+    """Values by key name: the whole config, a section with those keys, or a mapping."""
 
     def __getitem__(self, name: str, /) -> Any: ...
 
@@ -137,7 +137,7 @@ def key(
     """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
 
     Args:
-      default: its value where no layer states it.
+      default: its value if no layer states it.
       sentence: the meaning of the key, as in base.yml.
       fixes: the properties that a resume may not change through it.
       bounds: the interval of a number.
@@ -153,7 +153,7 @@ def key(
 
 
 def _text(default: object) -> str:
-    """Returns a default as configs write it: `null`, `true`, `3e-3`."""
+    """Returns a default as written in configs: `null`, `true`, `3e-3`."""
     if default is None or isinstance(default, bool):
         return "null" if default is None else str(default).lower()
     if isinstance(default, float) and 0 < default < 0.01:
@@ -163,7 +163,7 @@ def _text(default: object) -> str:
 
 
 def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:
-    """Returns a function that is called once for each class; mypy takes no class for hashable."""
+    """Caches a function per class; a wrapper because mypy does not treat classes as hashable."""
     return functools.cache(function)
 
 
@@ -171,9 +171,9 @@ def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:
 class Section(Mapping[str, Any]):
     """A part of the config: frozen, a mapping of its keys, equal by its values, its fields keys or sections again.
 
-    A subclass lists its fields as a dataclass does, and takes all of them by name. It is no dataclass, since compiling
-    the methods of each took most of the time that importing the config needs. A room takes the sections that it may
-    know, and no more of the config.
+    A subclass lists its fields as a dataclass does, and takes all of them by name. Sections are not dataclasses,
+    because compiling their methods took most of the config's import time. A room takes only the sections that it may
+    know.
     """
 
     _names: ClassVar[tuple[str, ...]] = ()
@@ -212,7 +212,7 @@ class Section(Mapping[str, Any]):
 
     @classmethod
     def of(cls, config: Keyed) -> Self:
-        """Returns this part of a whole config or of anything else that has its keys; the part itself as it is."""
+        """Returns this section of a config, or of anything else that has its keys; returns an instance unchanged."""
         if type(config) is cls:
             return config
         parts = _parts(cls)
@@ -230,14 +230,14 @@ class Section(Mapping[str, Any]):
         return cls._declared
 
     def __getitem__(self, name: str) -> Any:
-        """Returns the value of a key of this section or of an inner one; raises KeyError for any other name."""
+        """Returns the value of a key in this section or an inner one; raises KeyError for any other name."""
         value: Any = self
         for attribute in _places(type(self))[name]:
             value = getattr(value, attribute)
         return value
 
     def __iter__(self) -> Iterator[str]:
-        """Yields the names of its keys, those of inner sections included."""
+        """Yields the names of its keys, including inner sections."""
         return iter(_places(type(self)))
 
     def __len__(self) -> int:
@@ -248,7 +248,7 @@ class Section(Mapping[str, Any]):
         return dict(self)
 
     def replaced(self, values: Mapping[str, Value]) -> Self:
-        """Returns the section with other values of some keys; names that it does not hold are left out."""
+        """Returns a copy with some values replaced; ignores keys of other sections."""
         changed = {
             name: getattr(self, name).replaced(values) if part else values.get(name, getattr(self, name))
             for name, part in _parts(type(self)).items()

@@ -1,9 +1,9 @@
 """YAML files, environment and overrides to one typed, locked config.
 
 Layers, later ones win: base.yml < the `base_config:` chain of CONFIG < CONFIG < environment variables MAXBATCH_KEY <
-`key=value` overrides. Of keys that are alternatives to each other (how long, how the batch is stated) the highest layer
-that states one displaces those below. A preset lies just below the layer whose `model_name` names it, and displaces all
-keys of lower layers that fix the model; its other values are between the chain and CONFIG.
+`key=value` overrides. Among alternatives (the length of a run, the statement of the batch) the key in the highest layer
+displaces the others. A preset is just below the layer whose `model_name` names it, and displaces all model keys of
+lower layers; its other values are between the chain and CONFIG.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _KEYS = {key.name: key for key in KEYS}
 
 
 class Setting(NamedTuple):
-    """The value of a key, and where it comes from."""
+    """The value of a key, and its origin."""
 
     value: Value
     layer: str  # base.yml, base_config, preset, config file, environment or override
     where: str = ""  # file and line, or the environment variable; "" for an override
-    displaced_by: str = ""  # the key in that layer which displaces the value, "" if none does
+    displaced_by: str = ""  # the key in that layer that displaces the value; "": none
 
 
 _Layer = Mapping[str, Setting]
 
 
 class _Stated(NamedTuple):
-    """The entries of a layer, unread."""
+    """The entries of a layer, not parsed yet."""
 
     kind: str
     entries: Sequence[Entry]
@@ -57,10 +57,10 @@ def configs_dir() -> Path:
 
 
 def find_config(name: str | os.PathLike[str]) -> AnyPath:
-    """Returns the file of a config: a path, or the name of one that comes with the package.
+    """Returns the file of a config: a path, or the name of a packaged config.
 
-    `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` are the same packaged file in every folder; `llama3-8b` is
-    a preset. A file that is there wins over a name.
+    `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` name the same packaged file from any folder; `llama3-8b`
+    is a preset. An existing file wins over a name.
     """
     if is_remote(str(name)):
         return as_path(name)
@@ -70,7 +70,7 @@ def find_config(name: str | os.PathLike[str]) -> AnyPath:
 
 
 def _packaged(name: str) -> Path | None:
-    """Returns the file of a packaged config by its name, which may begin with the name of their common folder."""
+    """Returns the file of a packaged config; the name may begin with `configs/`."""
     folder = configs_dir()
     ready = [file for file in sorted(folder.rglob("*.yml")) if file.parent.name != "sweeps"]
     names = {text: file for file in ready for text in (file.stem, file.relative_to(folder).as_posix())}
@@ -83,13 +83,12 @@ def load_config(path: str | os.PathLike[str] | None = None, overrides: Sequence[
     Args:
       path: a YAML file of keys, or the name of a packaged config (`find_config`); None: base.yml alone.
       overrides: "key=value" texts, the highest layer.
-      keys: keys of the config by name, `steps=3` or `train_tokens="10M"`, in the same layer as `overrides`. A later
+      keys: keys by name, such as `steps=3` or `train_tokens="10M"`, in the same layer as `overrides`. The last
         statement of a key wins.
 
     Returns:
-      The whole config, frozen: every key of base.yml as an attribute and as an item. Of the keys that are
-      alternatives, those that were not stated or were displaced are None (the ramp: `enable_rampup_batch_size` is
-      False).
+      The whole config, frozen: every key of base.yml as an attribute and as an item. Alternatives that are not stated,
+      or are displaced, are None (the ramp: `enable_rampup_batch_size` is False).
 
     Raises:
       ConfigError: a file that cannot be read, an unknown key, a value of the wrong type or outside its rule,
@@ -105,9 +104,9 @@ def config_from(settings: Mapping[str, Setting]) -> Config:
 
 
 def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
-    """Returns a warning about a ramp of default keys that a batch of a higher layer displaces; None if there is none.
+    """Returns a warning about a ramp of default keys displaced by a batch in a higher layer, or None.
 
-    The plan warns of other ramps, whose keys it finds in the config.
+    The plan warns about other ramps; their keys are still in the config.
     """
     enabled, *others = names_of(Part.RAMP)
     by = settings[enabled].displaced_by
@@ -118,10 +117,10 @@ def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
 
 
 def override_texts(stated: Mapping[str, object]) -> list[str]:
-    """Returns keys and values of Python as "key=value" texts; the items of a list are joined by commas.
+    """Returns Python values as "key=value" texts; items of a list are joined by commas.
 
     Raises:
-      ConfigError: a value of a type that no key has.
+      ConfigError: no key has a value of this type.
     """
     return [f"{name}={_text_of(name, value)}" for name, value in stated.items()]
 
@@ -139,7 +138,7 @@ def _text_of(name: str, value: object) -> str:
 
 
 def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str] = ()) -> Mapping[str, Setting]:
-    """Reads the config of a run as `load_config` does, and says which layer each value comes from."""
+    """Reads a config as `load_config` does, and returns each value with its layer."""
     _refuse_edited_base()
     files = _chain(find_config(path)) if path is not None else []
     above = [*files[-1:], _Stated("environment", _environment()), _Stated("override", _overrides(overrides))]
@@ -148,7 +147,7 @@ def resolve(path: str | os.PathLike[str] | None = None, overrides: Sequence[str]
 
 
 def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -> Mapping[str, Setting]:
-    """Returns the settings of the layers below and above a preset's rates, for keys of base.yml only."""
+    """Merges the layers below and above a preset's rates; only keys of base.yml."""
     below = [_base_layer(), *(_layer(*stated) for stated in stated_below)]
     above = [_layer(*stated) for stated in stated_above]
     layers = [*below, *above]
@@ -189,7 +188,7 @@ def keys() -> Mapping[str, Key]:
 
 
 def base_path() -> Path:
-    """Returns the file that shows every key with its default."""
+    """Returns base.yml, which shows every key with its default."""
     return configs_dir() / "base.yml"
 
 
@@ -199,13 +198,13 @@ def _base_layer() -> _Layer:
 
 
 def _refuse_edited_base() -> None:
-    """Raises ConfigError if base.yml differs from the table that it shows: what it states would be ignored."""
+    """Raises ConfigError if base.yml differs from its table: an edit of it would be ignored."""
     from maxbatch.config.base_yml import base_yml
 
     path = base_path()
     try:
         is_edited = path.read_text(encoding="utf-8") != base_yml()
-    except FileNotFoundError:  # nothing states anything
+    except FileNotFoundError:  # no layer
         return
     if is_edited:
         raise ConfigError(
@@ -215,15 +214,15 @@ def _refuse_edited_base() -> None:
 
 
 def _is_base(path: AnyPath) -> bool:
-    """Returns whether a path is that of base.yml."""
+    """Returns whether a path is base.yml's."""
     try:
         return isinstance(path, Path) and path.samefile(base_path())
-    except (OSError, ValueError):  # the reader names what is wrong with the path
+    except (OSError, ValueError):  # the reader reports the fault of the path
         return False
 
 
 def _chain(path: AnyPath) -> list[_Stated]:
-    """Returns the entries of the file and of the files in its `base_config` chain, the lowest first."""
+    """Returns the entries of the files in a `base_config` chain, the lowest first."""
     layers: list[_Stated] = []
     seen: list[AnyPath] = []
     while True:
@@ -246,13 +245,13 @@ def _chain(path: AnyPath) -> list[_Stated]:
         if base is None or (base.plain and base.text.lower() in NULLS) or not base.text:
             return layers
         path = path.parent / base.text
-        # MaxText's files have `base_config: base.yml`; without such a file beside them, it means ours.
+        # MaxText's files have `base_config: base.yml`; if no such file is beside them, it is ours.
         if not os.path.exists(str(path)):
             path = _packaged(base.text) or path
 
 
 def _preset(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
-    """Returns the preset that a layer names; None where the keys of the layers are the model."""
+    """Returns the preset that a layer names; None if the layers' own keys describe the model."""
     model_name = str(layers[naming]["model_name"].value)
     if model_name == "default":
         return None
@@ -273,8 +272,8 @@ def _preset(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
 def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
     """Returns the keys of the Hugging Face folder that `load_parameters_path` names.
 
-    A layer that states them all, from the one with model_name on, needs no folder: the config of a run, whose folder
-    may no longer exist.
+    The folder is not needed if a layer from `model_name` upwards states all of them, as the config of a run does; that
+    folder may no longer exist.
     """
     if any(layer.keys() >= _FORM for layer in layers[naming:]):
         return None
@@ -296,7 +295,7 @@ def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
 
 
 def _displace_form(settings: dict[str, Setting], preset: _Layer, model_name: Setting) -> None:
-    """Sets all keys that fix the model to those of a preset; keys that it does not state have their defaults."""
+    """Sets all keys that fix the model from a preset; keys missing there get their defaults."""
     for name in _FORM:
         if name in preset:
             settings[name] = preset[name]
@@ -325,9 +324,10 @@ def _hint(name: str) -> str:
 
 
 def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: str | os.PathLike[str] | None) -> None:
-    """Raises ConfigError, which names all of them, if there are keys that the config does not have.
+    """Raises a ConfigError that names all unknown keys.
 
-    Beside one of them a key of a batch of prompts is another framework's word, unless such a batch is stated.
+    Beside an unknown key, a key of the batch of prompts counts as another framework's word, unless such a batch is
+    stated.
     """
     known = keys().keys() | {"base_config"}
     layers = [layer for layer in (*below, *above) if any(entry.name not in known for entry in layer.entries)]
@@ -387,7 +387,7 @@ def _read(entry: Entry) -> Value:
 
 
 def _apply(settings: dict[str, Setting], layer: _Layer) -> None:
-    """Puts a layer over the settings below it: its alternatives displace theirs."""
+    """Puts a layer over the settings below it; its alternatives displace theirs."""
     settings.update(layer)
     stated = {name for name, setting in layer.items() if setting.value is not None}
     for name, by, to_default in list(displaced(_values(settings), stated)):

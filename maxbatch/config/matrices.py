@@ -1,7 +1,7 @@
-"""The parameters of a decoder: one table, whose rows hold all that is known of each.
+"""The parameters of a decoder, as a table with one row per parameter.
 
-Shapes, counts, FLOPs, first values, partitions, the matrices of Muon and LoRA, what rematerialisation keeps and the
-tensors of Hugging Face's folders follow from it.
+Shapes, counts, FLOPs, initial values, partitions, the matrices of Muon and LoRA, the products that rematerialisation
+keeps and the tensors of Hugging Face folders follow from it.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from maxbatch.config.sections import ModelConfig
 
 Axes = tuple[str, ...]
 ParameterPath = tuple[str, ...]
-ROUTED_BIAS = "routed_bias"  # the parameter that steps of `routed_bias_update_rate` move, and no optimizer
-# The stacks of layers: the first ones, which have an MLP where the others have experts, and all others.
+ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
+# The stacks of layers: the first, dense ones of a model with experts, and all others.
 DENSE_LAYERS, LAYERS = "dense_layers", "layers"
 NORMS = ("norm", "q_norm", "kv_norm")  # axes of vectors that are computed in float32
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of a decoder; its logical axes are those of its inputs, then those of its outputs.
+    """A parameter of a decoder. Its logical axes are its inputs' axes, then its outputs' axes.
 
-    Those of experts have an axis of experts before them.
+    Parameters of experts have an axis of experts before them.
     """
 
-    name: str  # its path, joined by dots; in a stack of layers it has a leading axis of that name beside its own axes
-    outputs: Axes  # of a norm's scale or a bias, all of its axes
-    inputs: Axes = ()  # that a product sums over, or a lookup chooses from
-    is_lookup: bool = False  # its rows are chosen, not multiplied; tied to the output it also multiplies, transposed
+    name: str  # its path, joined by dots; in a stack of layers it also has a leading axis of that name
+    outputs: Axes  # all axes of a norm's scale or a bias
+    inputs: Axes = ()  # summed over by a product, or indexed by a lookup
+    is_lookup: bool = False  # a lookup of rows; tied to the output, it also multiplies, transposed
     per_expert: bool = False  # whether each expert has one
-    is_float32: bool = False  # whether it is float32 whatever `weight_dtype` is
+    is_float32: bool = False  # whether it is float32 for any `weight_dtype`
     is_learned: bool = True  # whether the optimizer steps it
-    kept: str = ""  # the name by which rematerialisation keeps its product
+    kept: str = ""  # the name of its product for rematerialisation
     has: Callable[[ModelConfig], bool] = lambda _: True  # whether a model of the family has it
 
     @property
     def path(self) -> ParameterPath:
-        """The names that lead to it."""
+        """Its path as names."""
         return tuple(self.name.split("."))
 
     @property
     def module(self) -> str:
-        """The name of the module that it belongs to."""
+        """The name of its module."""
         return self.name.rpartition(".")[0]
 
     @property
@@ -60,12 +60,12 @@ class Parameter:
 
     @property
     def is_map(self) -> bool:
-        """Whether it multiplies: a matrix, and neither a lookup nor a vector."""
+        """Whether it is a matrix that multiplies, not a lookup or a vector."""
         return bool(self.inputs) and not self.is_lookup
 
     @property
     def groups(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The numbers of its axes of inputs, and of outputs."""
+        """The indices of its input axes and of its output axes."""
         numbers = tuple(range(len(self.axes)))[self.per_expert :]
         return numbers[: len(self.inputs)], numbers[len(self.inputs) :]
 
@@ -78,7 +78,7 @@ class Parameter:
         return math.prod(self.shape(model)) * (num_layers(model, self.path[0]) if self.is_stacked else 1)
 
     def active_size(self, model: ModelConfig) -> int:
-        """Returns the number of its values that a token meets, in all layers."""
+        """Returns the number of its values that a token uses, in all layers."""
         size = self.size(model)
         return size // model.num_experts * model.num_experts_per_tok if self.per_expert else size
 
@@ -106,7 +106,7 @@ def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
 
 
 def attention_widths(model: ModelConfig) -> tuple[int, int]:
-    """Returns the widths of a head's query and key, and of its value."""
+    """Returns the width of a head's query and key, and the width of its value."""
     if FAMILIES[model.decoder_block].has_latents:
         return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
     return model.head_dim, model.head_dim
@@ -123,7 +123,7 @@ def is_gated(model: ModelConfig) -> bool:
 
 
 def _table(family: Family) -> tuple[Parameter, ...]:
-    """Returns the parameters that a family may have, in the order of their creation."""
+    """Returns a family's possible parameters, in the order of their creation."""
 
     def norm(name: str) -> tuple[Parameter, ...]:
         parts = ("scale", "bias") if family.norm == "layer" else ("scale",)
@@ -158,7 +158,7 @@ def _table(family: Family) -> tuple[Parameter, ...]:
         )
 
     def latent_rows(attention: str) -> tuple[Parameter, ...]:
-        """Returns the parameters of DeepSeek's attention; a latent and its product are kept as query and key are."""
+        """Returns the parameters of DeepSeek's attention; a latent and its product are kept as query and key."""
         query, up = ("heads", "qk_dim"), ("heads", "key_and_value")
         return (
             Parameter(f"{attention}.query", query, ("embed",), kept="query_proj", has=lambda m: not m.q_lora_rank),
@@ -174,7 +174,7 @@ def _table(family: Family) -> tuple[Parameter, ...]:
     def mlp_rows(mlp: str) -> tuple[Parameter, ...]:
         return (
             Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
-            Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # of an MLP without a gate as the gate's
+            Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # without a gate, the name of the gate
             Parameter(f"{mlp}.down", ("embed",), ("mlp",), kept="mlpwo"),
             Parameter(f"{mlp}.gate_bias", ("mlp",), has=lambda m: is_gated(m) and has_mlp_bias(m)),
             Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
@@ -234,11 +234,11 @@ def _table(family: Family) -> tuple[Parameter, ...]:
     )
 
 
-# All that a model may have, by `decoder_block`.
+# Possible parameters, by `decoder_block`.
 TABLES: dict[str, tuple[Parameter, ...]] = {name: _table(family) for name, family in FAMILIES.items()}
-# The matrices of a layer, by the last part of their names, which Muon orthogonalises and LoRA adapts. Embedding and
-# output projection are not among them: their rows are lookups, not a map (Jordan et al. 2024).
-# What several families have under one name is the first one's.
+# The matrices of a layer that Muon orthogonalises and LoRA adapts, by the last part of their names. Embedding and
+# output projection are left out: their rows are lookups, not a map (Jordan et al. 2024). A name in several families has
+# the first family's row.
 MATRICES: dict[str, Parameter] = {}
 for _row in (row for table in TABLES.values() for row in table if row.is_stacked and row.is_map):
     MATRICES.setdefault(_row.path[-1], _row)
@@ -261,7 +261,7 @@ def model_size(model: ModelConfig) -> int:
 
 
 def active_model_size(model: ModelConfig) -> int:
-    """Returns the number of values that a token meets: all but those of the experts that are not its own."""
+    """Returns the number of values that a token uses: all, except the experts that it is not routed to."""
     return sum(row.active_size(model) for row in parameters(model))
 
 

@@ -1,4 +1,4 @@
-"""Paths that a config or an argument names: of this machine or of an object store, and which name a mixture."""
+"""Rules for paths in configs and arguments: local paths, object stores, and mixtures."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ _MIXTURE_FILES = (".yml", ".yaml", ".json")
 
 
 def local_fault(path: str) -> str | None:
-    """Returns the rule that a path of another place than this machine breaks; None for a path of this machine."""
+    """Returns the rule broken by a path that is not local; None for a local path."""
     if url_fault(path) or is_remote(path):
         return f"a local path ({path.strip().partition(':')[0]}:// is not supported here)"
     return _too_long(path)
 
 
 def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
-    """Returns the rule that a path breaks which is neither of this machine nor of an object store; None otherwise.
+    """Returns the rule broken by a path that is neither local nor in an object store, or None.
 
     `may_hold_pattern`: the path may name several files, as in `gs://bucket/*.jsonl`.
     """
@@ -28,14 +28,14 @@ def place_fault(path: str, may_hold_pattern: bool = False) -> str | None:
 
 
 def _too_long(path: str) -> str | None:
-    """Returns the rule that a path breaks which no file system of this machine can hold; None otherwise."""
+    """Returns the rule broken by a path too long for a local file system, or None."""
     names = os.fsencode(path).split(b"/")
     is_short = sum(map(len, names)) + len(names) <= _MOST_BYTES and max(map(len, names)) <= _MOST_NAME_BYTES
     return None if is_short else f"a path of at most {_MOST_BYTES:,} bytes, {_MOST_NAME_BYTES} between slashes"
 
 
 def data_fault(paths: str) -> str | None:
-    """Returns the rule that one of several paths of data, joined by ";" or in a mapping, breaks."""
+    """Returns the rule broken by one of several data paths, which are joined by ";" or in a mapping."""
     parts = re.findall(r"[^\s{},\"']+", paths) if is_staged(paths) else paths.split(";")
     urls = [path.strip() for path in parts if scheme_of(path)]
     return next(filter(None, (place_fault(url, may_hold_pattern=True) for url in urls)), None)

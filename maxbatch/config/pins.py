@@ -1,7 +1,7 @@
-"""What depends on the value of a key: whether hosts must share it, and what a resume changes through it.
+"""Effects of a key's value: whether hosts must share it, and the change that a resume makes with another value.
 
-`docs/depends.md` shows both for every key. A key that is not named here is compared between hosts by its value, so a
-new one cannot be forgotten.
+`docs/depends.md` shows both for every key. Hosts compare the values of all keys not named here, so a new key cannot be
+forgotten.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from maxbatch.system.storage import AnyPath
 
 
 class Shared(enum.Enum):
-    """What hosts must share of a key."""
+    """The aspect of a key that hosts must share."""
 
     VALUE = "its value"
-    CONTENT = "what it names, in whichever place, or that it names nothing"
-    STATED = "whether it is stated; the place is a host's own"
-    NOTHING = "nothing: a host's own place"
+    CONTENT = "the content it names, in any place, or its absence"
+    STATED = "whether it is stated; each host may have its own place"
+    NOTHING = "nothing; each host may have its own place"
 
 
-# Keys of which hosts need not share the value, each with what they share of it.
+# Keys whose values may differ between hosts, each with the aspect that they share.
 _NOT_BY_VALUE = {
     "run_dir": Shared.CONTENT,
     "base_output_directory": Shared.CONTENT,
@@ -67,12 +67,12 @@ _NOT_BY_VALUE = {
 
 
 def shared(name: str) -> Shared:
-    """Returns what hosts must share of a key."""
+    """Returns the aspect of a key that hosts must share."""
     return _NOT_BY_VALUE.get(name, Shared.VALUE)
 
 
 def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
-    """Returns what every host must share of a config before it reads anything, as texts by key."""
+    """Returns the facts of a config that hosts compare before they read any data, as texts by key."""
     facts = {}
     for name, key in keys().items():
         value = config[name]
@@ -84,7 +84,7 @@ def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
 
 
 THE_BATCH, THE_CUT = "the batch", "the cut of the batch alone"
-# What a resume with another value changes, by section; "" changes nothing of the run.
+# The effect of a resume with another value, by section; "": none.
 _CHANGES: dict[type[Section], str] = {
     RunConfig: "",
     LengthConfig: "the end of the run, and rates that follow its length",
@@ -95,17 +95,18 @@ _CHANGES: dict[type[Section], str] = {
     RatesConfig: "the learning rate",
     OptimizerConfig: "the updates",
     ModelConfig: "the model's computation",
-    RematConfig: "memory and time; updates to rounding",
+    RematConfig: "memory and time; updates change by rounding",
     AdapterConfig: "the adapters",
     DataConfig: "the data",
     PreferenceConfig: "the loss of pairs",
-    MeshConfig: "the layout; updates to rounding",
-    CheckpointConfig: "which states are kept",
+    MeshConfig: "the layout; updates change by rounding",
+    CheckpointConfig: "the states that are kept",
     EvaluationConfig: "what is evaluated",
     LoggingConfig: "what is logged",
-    CompilingConfig: "the compiled programs; updates to rounding",
+    CompilingConfig: "the compiled programs; updates change by rounding",
 }
-# Keys whose value alone changes nothing: places of equal content (else a resume is refused), and the reading of data.
+# Keys whose value alone has no effect: places of equal content (a resume with other content is refused), and the
+# reading of data.
 _HARMLESS = {
     *(name for name, how in _NOT_BY_VALUE.items() if how is not Shared.CONTENT),
     "dataset_path", "tokenizer_path", "compiled_dir", "grain_worker_count", "grain_prefetch_buffer_size",
@@ -120,14 +121,14 @@ _OF_KEYS = {
     "reward_worker_count": "",
     "transcript_period": "what is logged",
     "eval_dataset_path": "what is evaluated",
-    "max_consecutive_skips": "when a run that diverges ends",
+    "max_consecutive_skips": "the point where a diverging run ends",
     "gradient_noise_scale": "what is measured",
-    "early_stopping_patience": "when the run ends",
+    "early_stopping_patience": "the end of the run",
 }
 
 
 def changes(name: str) -> str:
-    """Returns what a resume with another value of a key changes, in words; "" if it changes nothing of the run."""
+    """Returns the effect of a resume with another value of a key, in words; "" if there is none."""
     if name in _HARMLESS:
         return ""
     section = next(one for one in SECTIONS if any(key.name == name for key in one.declared()))
@@ -140,9 +141,9 @@ def states_batch(name: str) -> bool:
 
 
 def read_written(path: AnyPath) -> dict[str, Value] | None:
-    """Returns the values of a config that a run wrote, without the environment; None if it cannot be read.
+    """Reads the config written by a run, without the environment; returns None if it cannot be read.
 
-    A key that the file lacks is newer than the run, and had its default.
+    Missing keys are newer than the run, so they have their defaults.
     """
     try:
         texts = {entry.name: (entry.text, entry.plain) for entry in entries(path)}
@@ -158,10 +159,10 @@ def changed_since(
 
     Args:
       previous: the last session's config.
-      config: this one's.
-      of_batch: what the keys of the batch change: `THE_BATCH` or `THE_CUT`.
+      config: this session's config.
+      of_batch: the effect of the keys of the batch: `THE_BATCH` or `THE_CUT`.
     """
-    states_prompts = previous["batch_size"] is not None  # and then nothing of the batch in samples
+    states_prompts = previous["batch_size"] is not None  # then no key states the batch in samples
     lines = {}
     for name, key in keys().items():
         if previous[name] == config[name] or (states_prompts and states_batch(name)):

@@ -1,9 +1,8 @@
 """The kind of sample that a config chooses, as one object: a recipe.
 
-A kind is a file of `maxbatch/recipes/` and the keys that it reads, of which one names it (`key(chooses=...)`). This
-module declares the facts of a kind; the rooms above declare what they ask of it (`StoreRecipe`, `StreamRecipe`,
-`TrainedRecipe`), each with plain text's answer as the default. So no room asks which kind a run has, and a new kind
-changes none of them.
+A kind is a file of `maxbatch/recipes/` and the keys that it reads; one of them chooses it (`key(chooses=...)`). This
+module declares the facts of a kind. The rooms above declare its methods (`StoreRecipe`, `StreamRecipe`,
+`TrainedRecipe`), with plain text as the default, so no room tests for a kind, and a new kind changes no room.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ Fault = Callable[..., ConfigError]  # of a key, a rule and the nearest value
 
 
 class Recipe(Section):
-    """A kind of sample. As a field of a section it is the kind that the config's keys choose.
+    """A kind of sample. As a field of a section, the kind chosen by the config's keys.
 
     Attributes:
-      unit: what a batch counts, in a word.
-      rows_per_sample: rows of `max_target_length` tokens that a sample has.
-      records: the records of its data, for messages.
-      fields: how the fields of such a record are named, for messages; "": its data need no fields.
-      has_answers: whether a record is a question with answers, of which the answers alone may be trained on. Its texts
-        begin as the tokenizer's chat template begins them, whatever `add_bos`.
-      holds_chats: whether a record may be a conversation, so that a model may have learnt to chat.
+      unit: the unit of a batch, in a word.
+      rows_per_sample: rows of `max_target_length` tokens per sample.
+      records: its records, for messages.
+      fields: the names of a record's fields, for messages; "": records need no fields.
+      has_answers: whether a record is a question with answers, so that training may be on answers alone. Its texts
+        begin as the tokenizer's chat template does, for any `add_bos`.
+      holds_chats: whether a record may be a conversation, so that the model learns to chat.
       is_sampled: whether a sample is a prompt, whose responses the model itself draws.
     """
 
@@ -46,11 +45,11 @@ class Recipe(Section):
     is_sampled = False
 
     def __init_subclass__(cls) -> None:
-        """Takes no field from a kind's annotations: its facts are those of its class."""
+        """Skips fields: a kind's facts are class attributes."""
 
     @classmethod
     def of(cls, config: Keyed) -> Self:
-        """Returns the kind that a whole config or a section chooses, as far as this room knows it."""
+        """Returns the kind chosen by a config or a section, as this room's type."""
         found = config if isinstance(config, Recipe) else getattr(config, "recipe", None)
         if not isinstance(found, Recipe):
             found = _named(next((kind for name, kind in choices().items() if _is_stated(config, name)), _TEXT))
@@ -70,16 +69,16 @@ class Recipe(Section):
 
     @property
     def key(self) -> str:
-        """The key that chooses it; "" for text."""
+        """The key that chooses it; "": text."""
         return next((name for name, kind in choices().items() if kind == self.name), "")
 
     @property
     def statement(self) -> str:
-        """The statement that chooses it, and what follows for other keys."""
+        """The setting that chooses it, with its consequence for records."""
         return f"{self.key}=true, whose records are {self.records}"
 
     def check(self, values: Mapping[str, Value], fault: Fault) -> None:
-        """Raises ConfigError for values of other keys that this kind cannot have."""
+        """Raises ConfigError for values of other keys that exclude this kind."""
 
 
 @functools.cache
@@ -89,7 +88,7 @@ def choices() -> Mapping[str, str]:
 
 
 def check_kind(values: Mapping[str, Value], fault: Fault) -> None:
-    """Raises ConfigError if two keys choose a kind, or if the kind that is chosen cannot have the other values."""
+    """Raises ConfigError if two keys choose a kind, or if other values exclude the chosen kind."""
     stated = [name for name in choices() if values[name]]
     if len(stated) > 1:
         *others, chosen = sorted(stated, key=lambda name: _kind_of_key(name) != "bool")
@@ -98,12 +97,12 @@ def check_kind(values: Mapping[str, Value], fault: Fault) -> None:
 
 
 def slots_per_sample(config: Keyed) -> int:
-    """Returns the tokens that a sample has room for: L of each of its rows."""
+    """Returns the token slots of a sample: L for each of its rows."""
     return int(config["max_target_length"]) * Recipe.of(config).rows_per_sample
 
 
 def _is_stated(config: Keyed, name: str) -> bool:
-    """Returns whether a key is set; a section may not hold it."""
+    """Returns whether a key is set; False if the section lacks it."""
     try:
         return bool(config[name])
     except KeyError:
@@ -116,7 +115,7 @@ def _kind_of_key(name: str) -> str:
 
 @functools.cache
 def _named(name: str) -> Recipe:
-    """Returns the recipe of a file of the room of recipes, which is above this one: read only for the kind in use."""
+    """Imports a recipe from the room of recipes; on demand, since that room is above this one."""
     recipe = importlib.import_module(f"{_ROOM}.{name}").RECIPE
     assert isinstance(recipe, Recipe), f"{name} is a recipe"
     return recipe

@@ -15,13 +15,13 @@ from maxbatch.config.sections import READY_TASKS, STORES, customised_tensors, na
 from maxbatch.config.values import Value, in_runs, in_tokens, shown
 from maxbatch.system.errors import ConfigError
 
-# In reinforcement learning batch_size states the batch, in prompts and in place of these.
+# Reinforcement learning states its batch in prompts, by batch_size, in place of these.
 PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
 _WITHOUT_PATH = ("python_stdlib", "synthetic", *READY_TASKS)
 _WITH_RECORDS = ("jsonl", "parquet", "tokens")
-# A decay per update, and the same stated in tokens.
+# Decays per update, each with its alternative in tokens.
 _IN_TOKENS = {
     "adam_b1": "adam_b1_half_life",
     "adam_b2": "adam_b2_half_life",
@@ -38,7 +38,7 @@ class Displaced(NamedTuple):
 
     name: str
     by: str
-    to_default: bool = False  # whether it goes back to its default; otherwise it is unset (null, no ramp)
+    to_default: bool = False  # True: it gets its default again; False: it is unset (null, no ramp)
 
 
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
@@ -46,7 +46,7 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
 
     Args:
       values: of all keys, the layer's included.
-      stated: the keys that the layer states, other than as null.
+      stated: the keys that the layer sets to another value than null.
     """
     if values["batch_size"] is not None:
         for name in PRETRAINING_BATCH:
@@ -71,7 +71,7 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
     for per_update, in_words in _IN_TOKENS.items():
         if {per_update, in_words} <= stated:
             raise ConfigError(f"{in_words}={shown(str(values[in_words]))}: must not be stated beside {per_update}="
-                              f"{values[per_update]}, which says the same per update; works: {per_update}=null, or "
+                              f"{values[per_update]}, the same decay per update; works: {per_update}=null, or "
                               f"{in_words} left out")  # fmt: skip
         yield from (Displaced(per_update, name) for name in {in_words} & stated)
         yield from (Displaced(in_words, name) for name in {per_update} & stated)
@@ -81,7 +81,7 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
 
 
 def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
-    """Yields p if a layer states the global batch and the accumulation steps, which determine it.
+    """Yields p if a layer states both global batch and accumulation steps, which determine p.
 
     A higher layer that states p displaces the steps; one that states another batch restores p's default.
     """
@@ -97,12 +97,12 @@ def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
 
 
 def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file: str | None = None) -> None:
-    """Raises ConfigError for keys of a batch of prompts that would do nothing, since no layer states such a batch.
+    """Raises ConfigError for keys of a batch of prompts if no layer states such a batch.
 
     Args:
       values: of all keys.
       defaults: of all keys.
-      axolotl_file: a config file whose keys of the batch are Axolotl's words; None: there is none.
+      axolotl_file: a config file whose batch keys are Axolotl's words, or None.
     """
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != defaults[name]:
@@ -125,11 +125,11 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file:
 
 
 def check_data_paths(values: Keyed) -> None:
-    """Raises ConfigError for a path that nothing would read, or held-out data that are stated twice."""
+    """Raises ConfigError for a path that would not be read, or held-out data stated twice."""
     kind = values["dataset_type"]
     stated = [name for name in ("dataset_path", "eval_dataset_path") if values[name]]
     if kind == "python_stdlib" and is_mixture_file(str(values["dataset_path"])):
-        stated.remove("dataset_path")  # its sources have types of their own
+        stated.remove("dataset_path")  # each source has its own type
     if kind in _WITHOUT_PATH and stated:
         path = str(values[stated[0]])
         guessed = next((kind for kind in ("jsonl", "parquet", "arrayrecord", "tfrecord") if f".{kind}" in path), "text")
@@ -147,7 +147,7 @@ def check_data_paths(values: Keyed) -> None:
 
 
 def check_dataset(values: Keyed) -> None:
-    """Raises ConfigError for data that training would refuse without looking at a file."""
+    """Raises ConfigError for data that training would refuse before it opens a file."""
     check_data_paths(values)
     kind = values["dataset_type"]
     check_tokenizer(values["tokenizer_type"], values["tokenizer_path"])
@@ -156,7 +156,7 @@ def check_dataset(values: Keyed) -> None:
 
 
 def check_tokenizer(tokenizer_type: str, tokenizer_path: str) -> None:
-    """Raises ConfigError for a file that the byte tokenizer would not read."""
+    """Raises ConfigError for a file beside the byte tokenizer, which reads none."""
     if tokenizer_type == "byte" and tokenizer_path:
         raise ConfigError(f"tokenizer_path={shown(repr(tokenizer_path))}: the byte tokenizer reads no file; "
                           'works: tokenizer_path="", or tokenizer_type=huggingface')  # fmt: skip
@@ -173,7 +173,7 @@ def check_vocabulary(values: Keyed, tokens: int) -> None:
 
 
 def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
-    """Raises ConfigError for values that do not go together, or that no type can refuse."""
+    """Raises ConfigError for values that exclude each other, and for values that a type cannot check."""
 
     def fault(name: str, rule: str, nearest: object = None) -> ConfigError:
         return keys[name].fault(keys[name].write(values[name]), rule, nearest)
@@ -237,7 +237,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
 
 
 def _check_local_checkpoints(values: Values, fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for local checkpoints that lack a place or a period, or that the run cannot have."""
+    """Raises ConfigError for local checkpoints without a place or a period, or in a run that cannot have them."""
     directory, period = values["local_checkpoint_directory"], values["local_checkpoint_period"]
     if not directory:
         if period:
@@ -251,7 +251,7 @@ def _check_local_checkpoints(values: Values, fault: Callable[..., ConfigError]) 
 
 
 def _check_decays(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for a decay that is stated neither per update nor in tokens, or in no number of them."""
+    """Raises ConfigError for a decay stated neither per update nor in tokens, or in an invalid number of tokens."""
     for per_update, name in _IN_TOKENS.items():
         text = values[name]
         if text is None:
@@ -268,7 +268,7 @@ def _check_decays(values: Values, keys: Mapping[str, Key], fault: Callable[..., 
 
 
 def _check_tokens(name: str, text: str, takes_runs: bool, fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for a text that states no number of tokens, nor of runs where it may."""
+    """Raises ConfigError for text that is not a number of tokens, or of runs if `takes_runs`."""
     runs = in_runs(text) if takes_runs else None
     if not (1 <= in_tokens(text) <= _MOST_TOKENS if runs is None else 1e-6 <= runs <= 1e6):
         rule = "a number of tokens from 1 to 2^63, such as 2Mt" + ", or of runs, such as 1.0run" * takes_runs
@@ -285,7 +285,7 @@ def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:
 
 
 def _check_layers(values: Values, fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for keys of a layer's form that do not go together."""
+    """Raises ConfigError for keys of a layer's form that exclude each other."""
     pattern = [word.strip() for word in str(values["attention_type"]).split(",")]
     if not set(pattern) <= {GLOBAL, LOCAL}:
         raise fault("attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL)
@@ -301,13 +301,13 @@ def _check_layers(values: Values, fault: Callable[..., ConfigError]) -> None:
         raise fault("rope_high_freq_factor", f"greater than rope_low_freq_factor={low:g}", 4 * low)
 
 
-# Keys that do nothing in a model without experts.
+# Keys without effect in a model without experts.
 _OF_EXPERTS = (
     "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "norm_topk_prob", "routed_bias",
     "routed_bias_update_rate", "load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight",
     "capacity_factor", *KEPT_OF_EXPERTS,
 )  # fmt: skip
-# Keys of DeepSeek's form alone, and keys of forms that it does not have.
+# Keys of DeepSeek's form only, and keys of forms that it lacks.
 _OF_LATENTS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
     "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
@@ -319,7 +319,7 @@ _NOT_OF_LATENTS = (
 
 
 def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for keys of experts that do not go together, or that the family lacks."""
+    """Raises ConfigError for keys of experts that exclude each other, or that the family lacks."""
     family, num_experts = FAMILIES[str(values["decoder_block"])], int(str(values["num_experts"]))
     block = f"decoder_block={family.decoder_block}"
 
@@ -328,7 +328,7 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         return fault(name, rule, " ".join([first.removeprefix(f"{name}="), *others]))
 
     def stated(names: tuple[str, ...]) -> dict[str, object]:
-        """Returns the defaults of those keys that have other values."""
+        """Returns the defaults of the keys that differ from them."""
         return {name: keys[name].default for name in names if values[name] != keys[name].read(keys[name].default)}
 
     if not family.has_experts and (works := stated(_OF_EXPERTS)):
@@ -378,7 +378,7 @@ _COUNTS_OF_LATENTS = (
 def _check_latents(
     counts: Mapping[str, int], fault: Callable[..., ConfigError], refuse: Callable[..., ConfigError]
 ) -> None:
-    """Raises ConfigError for numbers of DeepSeek's form that do not go together."""
+    """Raises ConfigError for numbers of DeepSeek's form that exclude each other."""
     experts, choices, groups, best, layers, dense, rotated = (counts[name] for name in _COUNTS_OF_LATENTS)
     if rotated % 2:
         raise fault("qk_rope_head_dim", "even, since rotary embeddings turn pairs", rotated + 1)
@@ -405,7 +405,7 @@ def _check_latents(
 
 
 def _check_factors(values: Values, fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for factors of longrope that are not a positive number for each pair of a head."""
+    """Raises ConfigError unless longrope's factors are one positive number for each pair of a head."""
     pairs = int(str(values["head_dim"])) // 2
     ones = ",".join(["1"] * pairs)
 

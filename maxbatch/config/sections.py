@@ -1,8 +1,8 @@
 """The sections of the config, in the order of base.yml: a table with one row a key.
 
-A row is `name: type = key(default, sentence, what it fixes, bounds, unit, ...)`. From the rows come the loader's types,
-messages and defaults, the identities of runs and programs, and base.yml, which `python -m maxbatch.config.base_yml`
-writes. A new key states what it fixes, so it cannot drop out of the identity of a run or of its compiled programs.
+A row is `name: type = key(default, sentence, fixes, bounds, unit, ...)`. The rows give the loader's types, messages and
+defaults, the identities of runs and programs, and base.yml (`python -m maxbatch.config.base_yml`). A new key must state
+the properties it fixes, so the identity of a run or of its compiled programs cannot miss it.
 """
 
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ from maxbatch.config.keys import (
 )
 from maxbatch.config.values import Bounds
 
-# Bounds that several keys have.
+# Bounds shared by several keys.
 POSITIVE, FROM_ZERO, COUNT, FROM_TWO = Bounds(above=0), Bounds(0), Bounds(1), Bounds(2)
 SHARE, SOME = Bounds(0, 1), Bounds(above=0, at_most=1)
 BELOW_ONE, INSIDE = Bounds(at_least=0, below=1), Bounds(above=0, below=1)
@@ -37,12 +37,12 @@ ROWS, SAMPLES = Bounds(above=0, at_most=2**31), Bounds(1, 2**40)
 COUNT_OR_OFF = Bounds(at_least=1, also=-1)
 ROWS_OR_SAME = Bounds(above=0, at_most=2**31, also=0)
 
-# What several keys fix.
+# Properties fixed by several keys.
 NOTHING, PROGRAM = Fixes.NOTHING, Fixes.PROGRAM
 MODEL, STATE = Fixes.FORM | Fixes.PROGRAM, Fixes.STATE | Fixes.PROGRAM
 BATCH = Fixes.BATCH | Fixes.PROGRAM
 
-# Choices that several keys have, or that are long.
+# Shared or long choices.
 FloatType = Literal["float32", "bfloat16"]
 Kept = Literal["remat", "device", "offload"]
 Activations = Literal["silu,linear", "gelu,linear", "gelu_exact,linear", "gelu", "gelu_exact"]
@@ -52,9 +52,9 @@ DatasetType = Literal[
     "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tfrecord", "tokens", "megatron", ReadyTask
 ]
 STORES = ("tokens", "megatron")  # types of data that are token ids already
-READY_TASKS: tuple[str, ...] = get_args(ReadyTask)  # of reinforcement learning, without a download
+READY_TASKS: tuple[str, ...] = get_args(ReadyTask)  # reinforcement learning without a download
 
-# A table, each row on as few lines as it takes.
+# The table; rows take as few lines as possible.
 # fmt: off
 
 
@@ -64,7 +64,7 @@ class RunConfig(Section):
     run_dir: Place = key("runs/default",
         "folder of this run; a checkpoint in it is resumed", NOTHING, maxtext="base_output_directory and run_name")
     base_output_directory: Place = key("",
-        "MaxText's alternative to run_dir, which is then base_output_directory/run_name", NOTHING, warm_start=False)
+        "MaxText's alternative: run_dir is base_output_directory/run_name", NOTHING, warm_start=False)
     run_name: str = key("",
         'name of the run in base_output_directory ("": runs); both "": run_dir', NOTHING, warm_start=False)
     model_name: str = key("default", "preset: a file of configs/models/ without .yml; auto: the model of "
@@ -73,8 +73,9 @@ class RunConfig(Section):
         'Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False)
     load_full_state_path: Place = key("", "start a new run from parameters and optimizer state: a new stream and "
         "plan, step 0 (annealing)", NOTHING, warm_start=False)
-    heartbeat_timeout_s: int = key(30, "of several hosts: a host that dies ends the others within so many seconds, "
-        "with exit code 75 if a checkpoint is saved", NOTHING, Bounds(10, 3600), "s", maxtext=OURS)
+    heartbeat_timeout_s: int = key(30,
+        "seconds within which the other hosts stop after one dies; exit code 75 if a checkpoint is saved", NOTHING,
+        Bounds(10, 3600), "s", maxtext=OURS)
 
 
 class LengthConfig(Section):
@@ -88,15 +89,15 @@ class LengthConfig(Section):
     num_epochs: Exact | None = key(None, "passes over the training split, may be fractional; not for a mixture",
         NOTHING, POSITIVE, "passes", part=Part.LENGTH, maxtext="num_epoch", warm_start=False)
     max_target_length: int = key(256,
-        "L: tokens per sample; use_dpo: of each of its two rows", PROGRAM | Fixes.ROWS, FROM_TWO, "tokens")
+        "L: tokens per sample; use_dpo: per row, two rows a sample", PROGRAM | Fixes.ROWS, FROM_TWO, "tokens")
 
 
 class BatchConfig(Section):
     """The batch: samples = rows of max_target_length tokens."""
 
     per_device_batch_size: Exact | None = key(16, "p: rows per device in one forward and backward pass; > 0, may be a "
-        "fraction; p x devices whole; null: global_batch_size / (devices x g)",
-        BATCH, ROWS, "rows per device", part=Part.BATCH)
+        "fraction; p x devices is whole; null: global_batch_size / (devices x g)", BATCH, ROWS, "rows per device",
+        part=Part.BATCH)
     gradient_accumulation_steps: int | None = key(1, "g >= 1: micro-batches per update; global batch = p x devices x g",
         BATCH, SAMPLES, "micro-batches", part=Part.BATCH)
     global_batch_size: BatchSize | None = key(None, "instead of g: samples per update, or tokens in whole samples "
@@ -107,8 +108,9 @@ class BatchConfig(Section):
         'batch, each of them in tokens with the suffix t; or "seesaw 256 2"', BATCH, part=Part.BATCH, maxtext=OURS)
     batch_padding: bool = key(False,
         "true: a batch stated globally need not divide; rows of zero weight fill the last pass", BATCH, maxtext=OURS)
-    expansion_factor_real_data: Exact = key(-1, "e: -1 or 1 every host loads; e > 1 one host in e loads; 0 < e < 1 a "
-        "resume on e x the hosts that loaded", PROGRAM, warm_start=False)
+    expansion_factor_real_data: Exact = key(-1,
+        "e: -1 or 1: every host loads; e > 1: one host in e loads; 0 < e < 1: a resume on e x the loading hosts",
+        PROGRAM, warm_start=False)
 
 
 class RampConfig(Section):
@@ -118,7 +120,7 @@ class RampConfig(Section):
         "true: the three keys below apply, and per_device_batch_size is the target", BATCH, part=Part.RAMP)
     per_device_batch_size_start: Exact = key(4,
         "a: rows per device in stage 0", BATCH, ROWS, "rows per device", part=Part.RAMP)
-    per_device_batch_size_increment: Exact = key(2, "c: rows per device that each stage adds; (p - a) / c whole and "
+    per_device_batch_size_increment: Exact = key(2, "c: rows per device added by each stage; (p - a) / c is whole and "
         ">= 1", BATCH, unit="rows per device", part=Part.RAMP)
     global_rampup_samples: Quantity = key(500,
         "R: samples over which the ramp runs; R / n samples per stage", BATCH, COUNT, "samples", part=Part.RAMP)
@@ -127,8 +129,9 @@ class RampConfig(Section):
 class PromptBatchConfig(Section):
     """The batch of prompts (maxbatch rl): batch_size states it, in place of p, g and the ramp."""
 
-    batch_size: int | None = key(None, "unique prompts per batch; null: pre-training; a sample of the stream is then "
-        "a prompt", BATCH, COUNT, "prompts", chooses="prompt")
+    batch_size: int | None = key(None,
+        "unique prompts per batch; a sample of the stream is then a prompt; null: pre-training", BATCH, COUNT,
+        "prompts", chooses="prompt")
     num_generations: int = key(8, "G: responses per prompt; effective batch = batch_size x G prompt-response pairs",
         BATCH, COUNT, "responses per prompt", part=Part.PROMPT_BATCH)
     micro_batch_size: int = key(-1, "pairs per chunk: a multiple of G, dividing the effective batch and divisible by "
@@ -138,14 +141,15 @@ class PromptBatchConfig(Section):
     rollout_micro_batch_size: int = key(-1, "prompts per chunk of generation; -1: from micro_batch_size",
         BATCH, COUNT_OR_OFF, "prompts", part=Part.PROMPT_BATCH)
     num_iterations: int = key(1, "mu >= 1: passes over a batch", BATCH, COUNT, "passes", part=Part.PROMPT_BATCH)
-    num_minibatches: int = key(1, "updates per pass, into which a batch is cut in stream order; divides batch_size",
+    num_minibatches: int = key(1, "updates per pass; a batch is cut into them in stream order; divides batch_size",
         BATCH, COUNT, "updates per pass", part=Part.PROMPT_BATCH, maxtext=OURS)
-    filter_groups: bool = key(False, "true: prompts whose responses all have one reward are left out, and the next "
-        "ones take their place", BATCH, part=Part.PROMPT_BATCH, maxtext=OURS)
+    filter_groups: bool = key(False,
+        "true: prompts whose responses all have the same reward are replaced by the next prompts", BATCH,
+        part=Part.PROMPT_BATCH, maxtext=OURS)
     max_prompts_per_batch: int | None = key(None, "most prompts that filter_groups reads for a batch; null: 4 x "
         "batch_size", BATCH, COUNT, "prompts", part=Part.PROMPT_BATCH, maxtext=OURS)
-    off_policy_steps: int = key(0, "s: batch k is sampled by the policy that k - s batches made; 0: by the one that "
-        "it is about to change", BATCH, FROM_ZERO, "batches", part=Part.PROMPT_BATCH)
+    off_policy_steps: int = key(0, "s: batch k is sampled by the policy after k - s batches; 0: by the newest policy",
+        BATCH, FROM_ZERO, "batches", part=Part.PROMPT_BATCH)
     max_prefill_predict_length: int = key(64,
         "most tokens of a prompt; max_target_length includes prompt and response", PROGRAM, COUNT, "tokens")
 
@@ -175,11 +179,11 @@ class RLConfig(Section):
     reward_timeout_s: float = key(10.0,
         "seconds that one response may take", PROGRAM, POSITIVE, "seconds", maxtext=OURS)
     reward_on_failure: float = key(0.0, "score of a response whose reward crashed or timed out", PROGRAM, maxtext=OURS)
-    transcript_period: int = key(10, "batches from one record in transcripts.jsonl of the responses that are trained "
-        "on to the next; -1: none", NOTHING, COUNT_OR_OFF, "batches", maxtext=OURS)
+    transcript_period: int = key(10, "batches between records of trained responses in transcripts.jsonl; -1: none",
+        NOTHING, COUNT_OR_OFF, "batches", maxtext=OURS)
     prompt_template: str = key("{prompt}", "text of a prompt, from the fields of its record; a field alone, "
         '"{messages}", may hold a conversation', PROGRAM | Fixes.PROMPTS, maxtext=OURS)
-    eval_num_generations: int = key(8, "responses per held-out prompt: pass@1 is their mean, pass@k that one is right",
+    eval_num_generations: int = key(8, "responses per held-out prompt: pass@1 is their mean, pass@k: one is right",
         PROGRAM, COUNT, "responses per held-out prompt", maxtext="num_eval_passes")
     warm_start_steps: int = key(0,
         "updates of supervised training before the first batch; 0: none", PROGRAM, FROM_ZERO, "updates", maxtext=OURS)
@@ -203,8 +207,9 @@ class RatesConfig(Section):
         "share of the run's samples in wsd's linear decay", NOTHING, SHARE, "share of the run's samples")
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = key("none", "none | linear (rate x B / reference) | "
         "sqrt (rate x sqrt(B / reference)), stage by stage", NOTHING, maxtext=OURS)
-    reference_batch_size: int | None = key(None, "global batch, in samples, that learning_rate was tuned for; null: "
-        "the last stage's", NOTHING, SAMPLES, "samples", maxtext=OURS)
+    reference_batch_size: int | None = key(None,
+        "global batch in samples for which learning_rate was tuned; null: the last stage's", NOTHING, SAMPLES,
+        "samples", maxtext=OURS)
 
 
 class OptimizerConfig(Section):
@@ -214,26 +219,28 @@ class OptimizerConfig(Section):
         "adamw | lion | adafactor | muon | sgd", STATE)
     adam_b1: float | None = key(0.9,
         "decay of the first moment, per update (also lion's b1, muon's and sgd's momentum)", PROGRAM, BELOW_ONE)
-    adam_b1_half_life: str | None = key(None, "instead of adam_b1: tokens in which the moment halves, such as 2Mt, at "
-        "any batch; null: adam_b1 holds", STATE, maxtext=OURS)
+    adam_b1_half_life: str | None = key(None,
+        "instead of adam_b1: tokens in which the moment halves, such as 2Mt, at any batch; null: adam_b1", STATE,
+        maxtext=OURS)
     adam_b2: float | None = key(0.95, "decay of the second moment, per update", PROGRAM, BELOW_ONE)
     adam_b2_half_life: str | None = key(None,
-        "instead of adam_b2: tokens in which the moment halves, such as 20Mt; null: adam_b2 holds", STATE, maxtext=OURS)
+        "instead of adam_b2: tokens in which the moment halves, such as 20Mt; null: adam_b2", STATE, maxtext=OURS)
     adam_eps: float = key(1e-8, "added to the root of the second moment", PROGRAM, POSITIVE)
-    adam_weight_decay: float | None = key(0.1, "decoupled, x learning rate, per update; matrices only (norm scales "
-        "are left out)", PROGRAM, FROM_ZERO, warm_start=False)
+    adam_weight_decay: float | None = key(0.1, "decoupled, x learning rate, per update; matrices only (no norm scales)",
+        PROGRAM, FROM_ZERO, warm_start=False)
     weight_decay_timescale: str | None = key(None, "instead of adam_weight_decay: tokens over which it averages the "
         "updates, such as 5Bt, or 1.0run", PROGRAM, maxtext=OURS, warm_start=False)
-    parameter_average_half_life: str | None = key(None, "keep an average of the parameters, in which old ones halve "
-        "in so many tokens, such as 20Mt; null: none", STATE, maxtext=OURS, warm_start=False)
+    parameter_average_half_life: str | None = key(None,
+        "keep an average of the parameters; an old value's weight halves in this many tokens, such as 20Mt; null: none",
+        STATE, maxtext=OURS, warm_start=False)
     adam_scaling: Literal["none", "sde"] = key("none", "none | sde: with sqrt, Adam's betas and epsilon follow the "
         "batch too (Malladi et al. 2022)", PROGRAM, maxtext=OURS)
     gradient_clipping_threshold: float = key(1.0,
         "largest global norm of the update's gradient; 0: no clipping", PROGRAM, FROM_ZERO)
     gradient_noise_scale: bool = key(True,
-        "measure the gradient noise scale from the parts of a batch (McCandlish et al. 2018)", PROGRAM, maxtext=OURS)
+        "measure the gradient noise scale from parts of a batch (McCandlish et al. 2018)", PROGRAM, maxtext=OURS)
     max_consecutive_skips: int = key(10,
-        "updates in a row skipped as non-finite that end the run; >= 1", NOTHING, COUNT, "updates", maxtext=OURS)
+        "the run ends after this many non-finite updates in a row; >= 1", NOTHING, COUNT, "updates", maxtext=OURS)
 
 
 class ModelConfig(Section):
@@ -250,30 +257,31 @@ class ModelConfig(Section):
         "V: rows of the embedding; at least the tokenizer's vocabulary", MODEL, COUNT, "rows of the embedding")
     logits_via_embedding: bool = key(True, "true: the output projection is the embedding, transposed", MODEL)
     decoder_block: Choice = key(DEFAULT_FAMILY,
-        "form of a layer: that of llama2, or of another family (docs/models.md)", MODEL, choices=tuple(FAMILIES))
+        "form of a layer: llama2, or another family (docs/models.md)", MODEL, choices=tuple(FAMILIES))
     mlp_activations: Activations = key("silu,linear",
         "silu,linear | gelu,linear | gelu_exact,linear (gated) | gelu | gelu_exact (not gated); gelu is by tanh", MODEL)
     attention_bias: bool = key(False, "true: query, key and value projections have biases", MODEL)
     attention_out_bias: bool = key(False,
-        "true: the projection after attention has a bias; gpt2 has one always", MODEL, maxtext=OURS)
+        "true: the projection after attention has a bias; gpt2 always has one", MODEL, maxtext=OURS)
     mlp_projection_bias: bool = key(False,
-        "true: the projections of the MLP have biases; gpt2 has them always", MODEL, maxtext=OURS)
-    use_qk_norm: bool = key(False, "true: queries and keys are normalised, in the way of the decoder_block", MODEL)
+        "true: the projections of the MLP have biases; gpt2 always has them", MODEL, maxtext=OURS)
+    use_qk_norm: bool = key(False, "true: queries and keys are normalised, as in the decoder_block's family", MODEL)
     attention_type: str = key("global",
         "global | local_sliding, or a pattern that repeats over the layers: local_sliding,global", MODEL)
-    sliding_window_size: int = key(0, "tokens that a local_sliding layer sees, its own included; 0: there is no such "
-        "layer", MODEL, FROM_ZERO, "tokens")
+    sliding_window_size: int = key(0,
+        "tokens visible to a token in a local_sliding layer, itself included; 0: no such layer", MODEL, FROM_ZERO,
+        "tokens")
     attn_logits_soft_cap: float = key(0, "c > 0: scores s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     final_logits_soft_cap: float = key(0, "c > 0: logits s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     query_pre_attn_scalar: float | None = key(None,
         "scores are divided by its root; null: head_dim", MODEL, POSITIVE, maxtext=OURS)
     trainable_position_size: int = key(-1,
-        "positions with an embedding of their own, in place of RoPE; -1: RoPE", MODEL, COUNT_OR_OFF, "positions")
+        "positions with a trained embedding, in place of RoPE; -1: RoPE", MODEL, COUNT_OR_OFF, "positions")
     rope_max_timescale: float = key(10000, "RoPE base (Su et al. 2021)", MODEL, POSITIVE)
     local_rope_max_timescale: float = key(-1, "RoPE base of local_sliding layers, without rope_type; -1: "
         "rope_max_timescale, with rope_type as in the other layers", MODEL, Bounds(above=0, also=-1))
     rope_type: Literal["default", "linear", "llama3.1", "yarn", "longrope"] = key("default",
-        "default | linear | llama3.1 | yarn | longrope: how RoPE is stretched to longer texts", MODEL)
+        "default | linear | llama3.1 | yarn | longrope: how RoPE extends to longer texts", MODEL)
     rope_factor: float = key(1, "stretches wavelengths; >= 1", MODEL, COUNT)
     rope_low_freq_factor: float = key(1, "llama3.1: wavelengths longer than the original length over it are stretched "
         "in full", MODEL, POSITIVE, maxtext=OURS)
@@ -288,50 +296,52 @@ class ModelConfig(Section):
         "ln(rope_factor) + 1 (yarn), sqrt(1 + ln(rope_factor) / ln(original length)) (longrope)",
         MODEL, POSITIVE, maxtext=OURS)
     rope_truncate: bool = key(True,
-        "yarn: true: the pairs between which it stretches in part are rounded to whole ones", MODEL)
+        "yarn: true: rounds the bounds of the partly stretched pairs to whole ones", MODEL)
     rope_short_factors: str = key("", "longrope: stretching factor of each pair of a head in rows of at most the "
         "original length; head_dim / 2 numbers", MODEL, maxtext=OURS)
     rope_long_factors: str = key("", "longrope: the same in longer rows", MODEL, maxtext=OURS)
     normalization_layer_epsilon: float = key(1e-6, "epsilon of the norms", MODEL, POSITIVE)
     q_lora_rank: int = key(0,
-        "deepseek: width of the latent that queries are made of; 0: they are made of the stream", MODEL, FROM_ZERO)
+        "deepseek: width of the queries' latent; 0: no latent", MODEL, FROM_ZERO)
     kv_lora_rank: int = key(512,
-        "deepseek: width of the latent that the keys and values of all heads are made of", MODEL, COUNT)
+        "deepseek: width of the latent of all heads' keys and values", MODEL, COUNT)
     qk_nope_head_dim: int = key(128,
-        "deepseek: width of the part of a head's query and key that is not rotated; in place of head_dim", MODEL, COUNT)
+        "deepseek: width of the unrotated part of a head's query and key, in place of head_dim", MODEL, COUNT)
     qk_rope_head_dim: int = key(64,
-        "deepseek: width of the rotated part, whose key all heads share; even", MODEL, FROM_TWO)
+        "deepseek: width of the rotated part; all heads share its key; even", MODEL, FROM_TWO)
     v_head_dim: int = key(128, "deepseek: width of a head's value", MODEL, COUNT)
     mscale: float = key(1.0,
         "deepseek with rope_type=yarn: scores are multiplied by (0.1 mscale ln(rope_factor) + 1)^2", MODEL, FROM_ZERO)
     num_experts: int = key(1,
-        "E: experts of a layer, of a decoder_block that has experts; 1: none", MODEL, COUNT, "experts")
-    num_experts_per_tok: int = key(1, "k: experts that a token goes to; at most num_experts", MODEL, COUNT, "experts")
+        "E: experts per layer, in a decoder_block with experts; 1: none", MODEL, COUNT, "experts")
+    num_experts_per_tok: int = key(1, "k: experts per token; at most num_experts", MODEL, COUNT, "experts")
     base_moe_mlp_dim: int = key(-1, "hidden width of an expert; -1: base_mlp_dim", MODEL, COUNT_OR_OFF)
     norm_topk_prob: bool = key(False, "true: the weights of a token's experts are divided by their sum", MODEL)
     shared_experts: int = key(0,
-        "deepseek: experts, as one MLP, that every token goes to beside its own", MODEL, FROM_ZERO, "experts")
+        "deepseek: number of shared experts, computed as one MLP for every token", MODEL, FROM_ZERO, "experts")
     first_num_dense_layers: int = key(0,
-        "deepseek: first layers, which have an MLP of base_mlp_dim in place of experts", MODEL, FROM_ZERO, "layers")
+        "deepseek: first layers with an MLP of base_mlp_dim in place of experts", MODEL, FROM_ZERO, "layers")
     routed_score_func: Literal["softmax", "sigmoid"] = key("softmax",
         "softmax | sigmoid (deepseek): a router's scores of experts", MODEL)
     routed_scaling_factor: float = key(1.0, "deepseek: multiplies the weights of a token's experts", MODEL, POSITIVE)
-    n_routing_groups: int = key(-1, "deepseek: groups of experts that are neighbours; a group's score is the sum of "
-        "its two largest; -1: none", MODEL, COUNT_OR_OFF, "groups")
-    topk_routing_group: int = key(-1, "deepseek: groups, those of the largest scores, that a token's experts are of; "
-        "-1: all", MODEL, COUNT_OR_OFF, "groups")
+    n_routing_groups: int = key(-1,
+        "deepseek: groups of neighbouring experts; a group's score is the sum of its two largest; -1: none", MODEL,
+        COUNT_OR_OFF, "groups")
+    topk_routing_group: int = key(-1, "deepseek: best-scoring groups that a token may choose experts from; -1: all",
+        MODEL, COUNT_OR_OFF, "groups")
     routed_bias: bool = key(False,
         "true: a bias of each expert, added to its score for the choice alone (Wang et al. 2024)", MODEL)
-    routed_bias_update_rate: float = key(0.0, "step of that bias after an update, towards the experts that had fewer "
-        "tokens than the mean", PROGRAM, FROM_ZERO)
-    load_balance_loss_weight: float = key(0.0, "weight of the balance loss E sum(f P), which is 1 where the experts' "
-        "loads are even; 0: off", PROGRAM, FROM_ZERO)
+    routed_bias_update_rate: float = key(0.0,
+        "step of that bias after an update, towards experts with fewer tokens than the mean", PROGRAM, FROM_ZERO)
+    load_balance_loss_weight: float = key(0.0,
+        "weight of the balance loss E sum(f P), which is 1 for even loads of the experts; 0: off", PROGRAM, FROM_ZERO)
     load_balance_scope: Literal["sequence", "global"] = key("sequence",
-        "sequence (loads of each row) | global (loads of the whole batch of the update before)", PROGRAM, maxtext=OURS)
+        "sequence (loads of each row) | global (loads of the previous update's whole batch)", PROGRAM, maxtext=OURS)
     router_z_loss_weight: float = key(0.0, "weight of the mean square of the router's log-sum-exp (Zoph et al. 2022); "
         "0: off", PROGRAM, FROM_ZERO, maxtext=OURS)
-    capacity_factor: float = key(-1.0, "c > 0: an expert takes at most c x tokens x k / E of a row, rounded up, the "
-        "first ones; -1: all", PROGRAM, Bounds(above=0, also=-1))
+    capacity_factor: float = key(-1.0,
+        "c > 0: an expert takes at most the first c x tokens x k / E of a row, rounded up; -1: all", PROGRAM,
+        Bounds(above=0, also=-1))
     dtype: FloatType = key("float32", "compute: float32 | bfloat16", PROGRAM)
     weight_dtype: FloatType = key("float32", "parameters and optimizer state: float32 | bfloat16", STATE)
     attention: Literal["auto", "dot_product", "cudnn", "splash"] = key("auto", "auto (splash on TPU, cudnn on GPU, "
@@ -342,13 +352,13 @@ class ModelConfig(Section):
 
 
 class RematConfig(Section):
-    """What the backward pass computes again."""
+    """Rematerialisation in the backward pass."""
 
     remat_policy: RematPolicy = key("none", "none | minimal (keep matrix products) | minimal_with_context (and "
         "attention) | save_qkv_proj | save_out_proj | full (keep layer inputs) | custom (the next twelve keys)",
         PROGRAM)
     decoder_layer_input: Literal["device", "offload"] = key("device",
-        "custom: device | offload (to the host's memory): where the input of each layer is kept", PROGRAM)
+        "custom: place of each layer's input: device | offload (the host's memory)", PROGRAM)
     query_proj: Kept = key("remat",
         "custom: queries: remat (computed again) | device (kept) | offload (kept in the host's memory)", PROGRAM)
     key_proj: Kept = key("remat", "custom: keys: remat | device | offload", PROGRAM)
@@ -361,23 +371,23 @@ class RematConfig(Section):
     moe_mlpwi_0: Kept = key("remat", "custom: the experts' gate: remat | device | offload", PROGRAM)
     moe_mlpwi_1: Kept = key("remat",
         "custom: the experts' projection beside the gate: remat | device | offload", PROGRAM)
-    moe_mlpwo: Kept = key("remat", "custom: the experts' last projection (no backward pass needs it but a CPU's): "
+    moe_mlpwo: Kept = key("remat", "custom: the experts' last projection (only a CPU's backward pass needs it): "
         "remat | device | offload", PROGRAM)
 
 
 class AdapterConfig(Section):
     """Low-rank adapters (LoRA) over the model of load_parameters_path."""
 
-    lora_rank: int = key(0, "rank of the adapters, which alone are trained and saved; 0: no adapters",
+    lora_rank: int = key(0, "rank of the adapters; only they are trained and saved; 0: no adapters",
         PROGRAM | Fixes.ADAPTERS, FROM_ZERO, maxtext=OURS, warm_start=False)
     lora_alpha: float = key(16,
-        "adapters are added times lora_alpha / lora_rank", PROGRAM | Fixes.ADAPTERS, POSITIVE, maxtext=OURS)
+        "adapters are scaled by lora_alpha / lora_rank", PROGRAM | Fixes.ADAPTERS, POSITIVE, maxtext=OURS)
     lora_targets: str = key("all", "all, or a list of matrices of a layer: query,key,value,out,gate,up,down",
         PROGRAM | Fixes.ADAPTERS, maxtext=OURS)
 
 
 class DataConfig(Section):
-    """Data: what fixes stream[0], stream[1] and all that follow."""
+    """Data: stream[0], stream[1] and so on."""
 
     dataset_type: DatasetType = key("python_stdlib", "python_stdlib | synthetic | text | jsonl | parquet | "
         "arrayrecord | tfrecord | tokens (see prepare) | megatron (.bin and .idx); rl: arithmetic | sorting | jsonl | "
@@ -386,14 +396,15 @@ class DataConfig(Section):
         '(*.yml), or by position "{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"', Fixes.CONTENT)
     eval_dataset_path: DataPaths = key("",
         'held-out data of the same type, a list too; "": eval_fraction', Fixes.CONTENT, maxtext=OURS, warm_start=False)
-    eval_fraction: float = key(0, "share of the documents that is held out, evenly spread; python_stdlib holds out a "
-        "fixed list", Fixes.CONTENT, BELOW_ONE, "share of the documents", maxtext=OURS, warm_start=False)
+    eval_fraction: float = key(0,
+        "share of the documents held out, evenly spread; python_stdlib holds out a fixed list", Fixes.CONTENT,
+        BELOW_ONE, "share of the documents", maxtext=OURS, warm_start=False)
     text_field: str = key("text", "jsonl, parquet, tfrecord, arrayrecord examples: the field that holds the text",
         Fixes.RECORDS, maxtext="train_data_columns", warm_start=False)
     record_format: Literal["text", "example"] = key("text",
         "arrayrecord: text (UTF-8) | example (tf.train.Example)", Fixes.RECORDS, maxtext=OURS)
-    skip_bad_records: bool = key(False, "true: records that cannot be read are left out and counted; false: they are "
-        "an error", Fixes.ROWS | Fixes.PROMPTS, maxtext=OURS)
+    skip_bad_records: bool = key(False, "true: unreadable records are left out and counted; false: they are an error",
+        Fixes.ROWS | Fixes.PROMPTS, maxtext=OURS)
     synthetic_samples: Quantity = key(1000000,
         "synthetic: samples per epoch", Fixes.CONTENT, COUNT, "samples per epoch", maxtext=OURS)
     packing: bool = key(True,
@@ -408,14 +419,14 @@ class DataConfig(Section):
     tokenizer_path: Place = key("", "tokenizer.json, a .model file, a folder that holds one, or a Hugging Face hub "
         'name; "" for byte', Fixes.CONTENT)
     use_sft: bool = key(False,
-        "true: records are conversations, in a form of sft_format; best_fit where packed", Fixes.CHAT, warm_start=False,
+        "true: records are conversations in a form of sft_format; best_fit if packed", Fixes.CHAT, warm_start=False,
         chooses="conversation")
     sft_format: Literal["auto", "messages", "sharegpt", "completion", "alpaca", "text"] = key("auto",
         "use_sft, the fields of a record: auto (the first that fits) | messages | sharegpt (conversations) | "
         "completion (prompt, completion) | alpaca (instruction, input, output) | text (text_field)",
         Fixes.CHAT, maxtext=OURS)
     sft_train_on_completion_only: bool = key(True,
-        "use_sft: true: only the assistant's tokens, end of turn included, have weight; false: all have", Fixes.CHAT)
+        "use_sft: true: only the assistant's tokens, end of turn included, have weight; false: all", Fixes.CHAT)
     use_dpo: bool = key(False, "true: records are pairs of a chosen and a rejected answer; a sample is a pair, two "
         "rows of L tokens", Fixes.CONTENT | Fixes.PROGRAM, chooses="pair")
     overlong: Literal["truncate", "drop", "error"] = key("truncate", "use_sft, use_dpo, a record longer than a row: "
@@ -426,7 +437,7 @@ class DataConfig(Section):
         "processes that read rows; 0: threads of this one", NOTHING, FROM_ZERO, "processes")
     grain_prefetch_buffer_size: int = key(64, "rows read ahead; >= 1", NOTHING, COUNT, "rows")
     data_cache_dir: LocalPath = key("",
-        'tokenised data and its index; "": ~/.cache/maxbatch (or XDG_CACHE_HOME)', NOTHING, maxtext=OURS)
+        'tokenised data and index; "": ~/.cache/maxbatch (or XDG_CACHE_HOME)', NOTHING, maxtext=OURS)
 
 
 class PreferenceConfig(Section):
@@ -457,16 +468,20 @@ class MeshConfig(Section):
     dcn_tensor_parallelism: int = key(1, "over slices: heads, MLP and vocabulary split", PROGRAM, COUNT_OR_OFF)
     dcn_context_parallelism: int = key(1, "over slices: sequence split", PROGRAM, COUNT_OR_OFF)
     dcn_pipeline_parallelism: int = key(1, "over slices: layers split over pipeline stages", PROGRAM, COUNT_OR_OFF)
-    trainer_devices_fraction: Exact = key(1.0, "share of the devices that trains; both 1: the same devices train and "
-        "sample; else disjoint, together at most 1", PROGRAM, SOME, "share of the devices")
+    trainer_devices_fraction: Exact = key(1.0,
+        "share of the devices for training; both 1: all devices train and sample; else disjoint, together at most 1",
+        PROGRAM, SOME, "share of the devices")
     sampler_devices_fraction: Exact = key(1.0,
-        "share of the devices that samples", PROGRAM, SOME, "share of the devices")
-    rollout_data_parallelism: int = key(-1, "copies of the weights that sample, each for a share of the responses; "
-        "-1: the rest of the devices that sample", PROGRAM, COUNT_OR_OFF, "copies of the weights")
-    rollout_tensor_parallelism: int = key(-1, "devices that hold a copy of the weights that sample between them; -1: "
-        "the rest; both -1: the axes above", PROGRAM, COUNT_OR_OFF, "devices")
-    num_pipeline_microbatches: int = key(-1, "parts that the micro-batch is cut into for the pipeline; a multiple of "
-        "its stages; -1: the number of stages", PROGRAM, COUNT_OR_OFF, "parts")
+        "share of the devices for sampling", PROGRAM, SOME, "share of the devices")
+    rollout_data_parallelism: int = key(-1,
+        "copies of the weights for sampling, each with a share of the responses; -1: the rest of the sampling devices",
+        PROGRAM, COUNT_OR_OFF, "copies of the weights")
+    rollout_tensor_parallelism: int = key(-1,
+        "devices per copy of the weights for sampling; -1: the rest; both -1: the axes above", PROGRAM, COUNT_OR_OFF,
+        "devices")
+    num_pipeline_microbatches: int = key(-1,
+        "parts of a micro-batch in the pipeline; a multiple of its stages; -1: the number of stages", PROGRAM,
+        COUNT_OR_OFF, "parts")
     num_pipeline_repeats: int = key(1, "groups of layers per stage; a pass goes through all stages once per group; "
         "layers divisible by stages x repeats", PROGRAM, COUNT, "groups of layers")
 
@@ -479,8 +494,9 @@ class CheckpointConfig(Section):
         "updates between checkpoints; the last update is always saved", NOTHING, COUNT, "updates")
     max_num_checkpoints_to_keep: int | None = key(3,
         "newest checkpoints kept; null: all", NOTHING, COUNT, "checkpoints")
-    local_checkpoint_directory: LocalPath = key("", "each host keeps its newest shards below this path on its own "
-        'disk or RAM disk; "": none', NOTHING, warm_start=False)
+    local_checkpoint_directory: LocalPath = key("",
+        'each host keeps its newest shards below this path, on its own disk or RAM disk; "": none', NOTHING,
+        warm_start=False)
     local_checkpoint_period: int = key(0, "updates between local checkpoints; 0 without local_checkpoint_directory",
         NOTHING, FROM_ZERO, "updates", warm_start=False)
 
@@ -492,20 +508,21 @@ class EvaluationConfig(Section):
         "rows per device in one eval pass; null or 0: per_device_batch_size", BATCH, ROWS_OR_SAME, "rows per device")
     eval_interval: int = key(100, "updates between evals, one at the end as well; -1: no eval",
         NOTHING, COUNT_OR_OFF, "updates", warm_start=False)
-    eval_steps: int = key(-1, "most batches of an eval, so its samples depend on the devices; -1: the whole held-out "
-        "part", NOTHING, COUNT_OR_OFF, "batches")
+    eval_steps: int = key(-1, "most batches of an eval; its samples depend on the devices; -1: the whole held-out part",
+        NOTHING, COUNT_OR_OFF, "batches")
     eval_samples: Quantity | None = key(None, "most samples of an eval, the same on any devices; null: the whole "
         "held-out part; suffixes K, M, B or Ki, Mi, Gi", NOTHING, COUNT, "samples", maxtext=OURS)
     eval_tasks: str = key("", "lm-evaluation-harness tasks scored at each eval, by commas: names, patterns, files, "
         'folders; "": none', NOTHING, maxtext=OURS, warm_start=False)
     eval_tasks_limit: int | None = key(None,
         "most documents of each of eval_tasks, the first ones; null: all", NOTHING, COUNT, "documents", maxtext=OURS)
-    early_stopping_patience: int | None = key(None, "the run ends once the eval loss has not fallen for so many evals "
-        "in a row; null: it runs its whole length", NOTHING, COUNT, "evals", maxtext=OURS, warm_start=False)
+    early_stopping_patience: int | None = key(None,
+        "the run ends after this many evals in a row without a lower loss; null: it runs its whole length", NOTHING,
+        COUNT, "evals", maxtext=OURS, warm_start=False)
 
 
 class LoggingConfig(Section):
-    """What a person sees."""
+    """Logging."""
 
     log_to: Words = key("tensorboard", "tensorboard, wandb, mlflow, or several: [tensorboard, wandb]; none "
         "(metrics.jsonl is always written)",
@@ -514,9 +531,10 @@ class LoggingConfig(Section):
     profile_steps: str = key("", '"10:13" traces updates 10 to 12 into run_dir/profile',
         NOTHING, maxtext="skip_first_n_steps_for_profiler and profiler_steps", warm_start=False)
     generate_prompt: str = key("def ",
-        'prompt of the text that is generated at the end of a run; "": none', NOTHING, maxtext="prompt")
-    peak_tflops_per_device: float | None = key(None, "peak TFLOP/s, for MFU; null: that of the chip by its name; MFU "
-        "is null for an unknown chip", NOTHING, POSITIVE, "TFLOP/s", maxtext=OURS)
+        'prompt of the text generated at the end of a run; "": none', NOTHING, maxtext="prompt")
+    peak_tflops_per_device: float | None = key(None,
+        "peak TFLOP/s, for MFU; null: from the chip's name; MFU is null for an unknown chip", NOTHING, POSITIVE,
+        "TFLOP/s", maxtext=OURS)
 
 
 class CompilingConfig(Section):
@@ -526,8 +544,9 @@ class CompilingConfig(Section):
         "XLA's persistent cache; \"\": ~/.cache/maxbatch/xla; \"none\": off", NOTHING, maxtext="jax_cache_dir")
     libtpu_flags: str = key("auto", "auto: the flags for the TPU's version | none | \"--flag=value ...\"; flags in "
         "LIBTPU_INIT_ARGS take precedence; no effect without a TPU", PROGRAM, maxtext=OURS)
-    compiled_dir: Place = key("", "folder that maxbatch compile wrote: train loads its programs and compiles none; "
-        '"": compiles', NOTHING, maxtext="compiled_trainstep_file")
+    compiled_dir: Place = key("",
+        'folder written by maxbatch compile; train loads its programs and compiles none; "": compiles', NOTHING,
+        maxtext="compiled_trainstep_file")
 
 
 # fmt: on
@@ -545,7 +564,7 @@ class Config(
 
 SECTIONS: tuple[type[Section], ...] = Config.__bases__
 KEYS: tuple[Key, ...] = tuple(key for section in SECTIONS for key in section.declared())
-# The choices of remat_policy=custom for each tensor of a layer, the default first; MaxText's names.
+# Choices of remat_policy=custom per tensor of a layer, the default first; MaxText's names.
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}
 
 
@@ -555,10 +574,10 @@ def names_fixing(what: Fixes) -> tuple[str, ...]:
 
 
 def names_of(part: Part) -> tuple[str, ...]:
-    """Returns the keys of a statement, in the order of base.yml."""
+    """Returns the keys of a part, in the order of base.yml."""
     return tuple(key.name for key in KEYS if key.part is part)
 
 
 def customised_tensors(values: Mapping[str, object]) -> list[str]:
-    """Returns the tensors of a layer whose place is not the default; only remat_policy=custom may state them."""
+    """Returns the tensors of a layer with another place than the default; they need remat_policy=custom."""
     return [name for name, (first, *_) in REMAT_TENSORS.items() if values[name] != first]

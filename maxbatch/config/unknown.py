@@ -1,7 +1,7 @@
-"""The refusal of keys that the config does not know: all at once, in one line, each with a suggestion.
+"""The refusal of unknown keys: all in one line, each with a suggestion.
 
-For a word of another framework the suggestion comes from the table of words. Only a misspelt key gets a hint by
-spelling, and only where each part of its name is like that of the key, so that no hint names a key of another meaning.
+Suggestions for words of other frameworks come from the table of words. A hint by spelling needs every part of the name
+to resemble the key's part, so that no hint names a key of another meaning.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from maxbatch.system.errors import ConfigError
 
 _MOST_ANSWERS = 40
 _ALIKE = 0.75  # of two parts of a name
-_THREE_BATCHES = ("batch_size", "b")  # words that frameworks mean in three ways
-IMPORTED = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl")  # what `maxbatch import` reads
+_THREE_BATCHES = ("batch_size", "b")  # words with three meanings among frameworks
+IMPORTED = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl")  # formats of `maxbatch import`
 
 
 Settled = Callable[[Mapping[str, Mapping[str, str]]], Mapping[str, Value] | None]
@@ -35,14 +35,14 @@ Plans = Callable[[Mapping[str, Value], int, int], bool]
 class Machine(NamedTuple):
     """The machine of a command line."""
 
-    devices: int | None = None  # None: not stated
+    devices: int | None = None  # None: unknown
     hosts: int | None = None
-    plans: Plans | None = None  # whether a config can be planned for devices and hosts; None: not known
+    plans: Plans | None = None  # whether a config can be planned for devices and hosts; None: unknown
     has_flags: bool = False  # whether the command takes --devices and --hosts
 
 
 class UnknownKeys(ConfigError):
-    """Entries whose keys are unknown; `on` states the settings that work on a machine."""
+    """Entries with unknown keys; `on` adds the settings that work on a machine."""
 
     def __init__(
         self, unknown: Sequence[Entry], keys: Mapping[str, Key], file: str | None, settled: Settled,
@@ -54,10 +54,10 @@ class UnknownKeys(ConfigError):
           unknown: the unknown entries, at least one; a name with leading dashes was typed as a flag.
           keys: those of the config.
           file: the config file, if an entry may be in it.
-          settled: returns the values of the config with these settings in place of each unknown entry, or None if it
-            is refused.
-          own: known keys and their texts in the layers of the unknown ones.
-          machine: that of the command line; None: unknown.
+          settled: returns the config's values with these settings in place of the unknown entries, or None if they are
+            refused.
+          own: texts of known keys in the layers of the unknown ones.
+          machine: the command line's machine; None: unknown.
         """
         super().__init__(*(entry.name for entry in unknown[:_MOST_ANSWERS]))
         self._facts, self._machine = (unknown, keys, file, settled, own), machine or Machine()
@@ -86,13 +86,13 @@ class UnknownKeys(ConfigError):
 
 
 def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False, most: int = 2) -> str:
-    """Returns the text of a message after an unknown name: its rows in the table of words, or the key it misspells.
+    """Returns a hint for an unknown name, for messages: its rows in the table of words, or the key it misspells.
 
     Args:
       name: the unknown name.
       keys: those of the config.
-      is_of_prompts: whether the config is one of reinforcement learning, whose words are then preferred.
-      most: meanings of a word that are told.
+      is_of_prompts: whether the config trains on prompts; prefers words of reinforcement learning.
+      most: largest number of meanings of a word in the hint.
     """
     found = _for(name, is_of_prompts)[:most]
     if key := _in_block(name, found, keys):
@@ -106,27 +106,27 @@ def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False, most: int 
 
 
 def _as_key(name: str, found: Sequence[Word]) -> str:
-    """Returns the key of ours that a name is in another spelling; "" if it is another framework's word instead."""
+    """Returns our key that the name spells differently; "" if the name is another framework's word."""
     word = normal(name)
     return word if not found or found[0].keys == (word,) else ""
 
 
 def _for(name: str, is_of_prompts: bool) -> Sequence[Word]:
-    """Returns the rows of a word: in reinforcement learning only those that are its words, where there are any."""
+    """Returns the rows of a word; in reinforcement learning only its own rows, if there are any."""
     found = meanings(name)
     of_prompts = [row for row in found if row.is_of_prompts]
     return of_prompts if is_of_prompts and of_prompts else found
 
 
 def _in_block(name: str, found: Sequence[Word], keys: Iterable[str]) -> str | None:
-    """Returns the key that a path of a nested file ends in, if no row but one of a pattern answers for it."""
+    """Returns the key at the end of a path in a nested file, unless a row without a pattern matches the path."""
     last = name.rpartition(".")[2]
     is_answered = any("*" not in row.word for row in found)
     return last if last != name and last in keys and not is_answered else None
 
 
 def three_batches(batch: int, hosts: int | None) -> str:
-    """Returns the settings for `--batch-size`, which frameworks mean in three ways."""
+    """Returns the settings for the three meanings of `--batch-size`."""
     of_node = f"{batch} x nodes" if hosts is None else str(batch * hosts)
     return (
         f"global_batch_size={batch} (of all devices), per_device_batch_size={batch} (of each process) or "
@@ -135,7 +135,7 @@ def three_batches(batch: int, hosts: int | None) -> str:
 
 
 def _rampup(text: str, own: Mapping[str, str], rest: Sequence[Mapping[str, str]]) -> Mapping[str, str] | None:
-    """Returns the setting for Megatron-LM's ramp, if the batch that it leads to is stated beside it."""
+    """Returns the setting for Megatron-LM's ramp, if the final batch is stated beside it."""
     batches = [settings["global_batch_size"] for settings in (own, *rest) if "global_batch_size" in settings]
     numbers = [*re.findall(r"\d{1,12}", text), *batches[-1:]]
     if len(numbers) != 4 or not all(number.isdigit() for number in numbers):
@@ -145,12 +145,12 @@ def _rampup(text: str, own: Mapping[str, str], rest: Sequence[Mapping[str, str]]
 
 
 def _sizeless(part: str) -> str:
-    """Returns a part of a name without the size of a batch: microbatches, minibatches and batches are three things."""
+    """Returns a part of a name without micro and mini; these are other meanings, not misspellings."""
     return part.removeprefix("micro").removeprefix("mini")
 
 
 def misspelt(name: str, keys: Iterable[str]) -> str | None:
-    """Returns the key that a name misspells, or None: as many parts, and each one alike."""
+    """Returns the key that a name misspells, with as many parts and each part similar; None if there is none."""
 
     def alike(one: str, other: str) -> float:
         if one != other and _sizeless(one) == _sizeless(other):
@@ -170,7 +170,7 @@ def misspelt(name: str, keys: Iterable[str]) -> str | None:
 def _settings(
     unknown: Sequence[Entry], keys: Mapping[str, Key], settled: Settled, own: Mapping[str, str], machine: Machine
 ) -> tuple[Setting, str]:
-    """Returns the config without the unknown entries, and the settings that take their place if each has one."""
+    """Returns the config without the unknown entries, and the settings that replace them, if all can be replaced."""
     place_of: dict[str, Mapping[str, str]] = {entry.name: {} for entry in unknown}
     setting = Setting(settled(place_of) or {}, machine.devices, machine.hosts)
     rows = {entry.name: next(iter(_for(entry.name, setting.is_of_prompts)), None) for entry in unknown}
@@ -205,11 +205,11 @@ def _settings(
         elif not place_of[entry.name] and not (row and (row.is_ignored or row.word in batch.settings)):
             return setting, ""
     stated = [(name, text) for ours in place_of.values() for name, text in ours.items()]
-    beside = {} if setting.is_of_prompts else dict(own)  # a batch of prompts is stated again, to replace it
+    beside = {} if setting.is_of_prompts else dict(own)  # states the batch of prompts again, to replace it
     if any(row and row.word in OF_LOSS for row in rows.values()):
-        beside.pop("learning_rate", None)  # it is stated again, for the mean
+        beside.pop("learning_rate", None)  # stated again, for the mean
     if OF_OLMO in words:
-        beside.pop("global_batch_size", None)  # it is stated again, in tokens
+        beside.pop("global_batch_size", None)  # stated again, in tokens
     if any(dict(stated)[name] != text or beside.get(name, text) != text for name, text in stated):
         return setting, ""
     values = settled(place_of)
@@ -220,9 +220,9 @@ def _settings(
 
 
 def _flags(values: Mapping[str, Value], setting: Setting, machine: Machine) -> list[str] | None:
-    """Returns the flags that state the machine of the words; None if the config cannot be planned for it.
+    """Returns the flags for the machine of the words; None if the config cannot be planned for it.
 
-    Without a machine the least one is taken that has the mesh.
+    Without a machine, takes the smallest that fits the mesh.
     """
     if machine.plans is None:
         return []
@@ -241,7 +241,7 @@ def _flags(values: Mapping[str, Value], setting: Setting, machine: Machine) -> l
 
 
 def _import(unknown: Sequence[Entry], file: str | None) -> str:
-    """Returns the command that imports the file, if most of its unknown keys are words of one other framework."""
+    """Returns the command that imports the file, if one framework has most of its unknown keys."""
     rows = [look_up(entry.name) for entry in unknown]
     whose = Counter(name for row in rows if row for name in row.whose if name in IMPORTED)
     if file is None or not whose:

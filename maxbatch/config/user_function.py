@@ -1,4 +1,4 @@
-"""Functions of users, named as "module:function" or "path/FILE.py:function"."""
+"""User functions, named by "module:function" or "path/FILE.py:function"."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from maxbatch.config.values import nearest_name
 
 
 def import_function(spec: str) -> Callable[..., Any]:
-    """Returns the function that `spec` names.
+    """Imports and returns the function named by `spec`.
 
     Raises:
-      ImportError: there is no such function, or its module raises; the message may have several lines.
+      ImportError: the function does not exist, or its module raises; the message may have several lines.
     """
     place, _, name = spec.rpartition(":")
     try:
@@ -37,9 +37,9 @@ def import_function(spec: str) -> Callable[..., Any]:
 
 
 def source_hash(spec: str) -> str:
-    """Returns a hash of the file of a function and of the files of its own that this imports; nothing is run of them.
+    """Returns a hash of a function's file and of the user's files that it imports, without running them.
 
-    Files of its own are those in the folder of a FILE.py, and those of the package of a module.
+    The user's files are those in the folder of FILE.py, or in the package of the module.
     """
     place, _, _ = spec.rpartition(":")
     if place.endswith(".py"):
@@ -66,7 +66,7 @@ def source_hash(spec: str) -> str:
 
 
 def _imported(source: bytes, folder: str, root: str, package: str) -> Iterator[str]:
-    """Yields the places of the modules that a source imports, as far as they may lie below `root`, in its package."""
+    """Yields possible paths, below `root`, of the modules that a source imports."""
     try:
         statements = list(ast.walk(ast.parse(source)))
     except (SyntaxError, ValueError):
@@ -85,13 +85,13 @@ def _imported(source: bytes, folder: str, root: str, package: str) -> Iterator[s
             if base == root and package and name.partition(".")[0] != package:
                 continue
             place = base
-            for part in name.split("."):  # a package on the way is run as well
+            for part in name.split("."):  # importing runs the parent packages too
                 place = os.path.join(place, part)
                 yield from (f"{place}.py", os.path.join(place, "__init__.py"))
 
 
 def _file_module(path: str) -> ModuleType:
-    """Imports a file as `python FILE` would see it: modules beside it can be imported."""
+    """Imports a file as `python FILE` does, so that it can import modules beside it."""
     path = os.path.abspath(os.path.expanduser(path))
     folder, file = os.path.split(path)
     name = f"maxbatch_user_{file.removesuffix('.py')}"

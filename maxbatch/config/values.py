@@ -1,6 +1,6 @@
-"""Scalars: how a text becomes a value of its type, and the message if it cannot.
+"""Scalars: parsing of text by type, and the messages of its errors.
 
-A type is never guessed as YAML does, for which `10:13` is 613 and `3e-4` a string.
+Types are never guessed; YAML reads `10:13` as 613 and `3e-4` as a string.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ _ENDS = (
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The interval a number must lie in; `above` and `below` exclude their end."""
+    """The interval of a number; `above` and `below` exclude their end."""
 
     at_least: float | None = None
     at_most: float | None = None
     above: float | None = None
     below: float | None = None
-    also: float | None = None  # a value outside of the interval that is allowed as well
+    also: float | None = None  # an allowed value outside of the interval
 
     def broken(self, value: Number) -> tuple[str, float] | None:
-        """Returns the rule that value breaks and the nearest value that does not, or None."""
+        """Returns the rule that `value` breaks and the nearest allowed value, or None."""
         for name, words, _, holds in _ENDS:
             end = getattr(self, name)
             if end is not None and value != self.also and not holds(value, end):
@@ -74,25 +74,25 @@ def _short(end: float) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Scalar:
-    """A named value that is read from text.
+    """A named value, parsed from text.
 
     Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes such as K or Mi);
     batch (samples, a whole number, or tokens, a text such as 2Mit); real; exact (a decimal or fraction without
     rounding); text; path (of this machine); or paths (of data, joined by ";").
     """
 
-    name: str  # what states it, for messages
+    name: str  # its source, for messages
     kind: str
-    bounds: Bounds | None = None  # of a number
-    choices: tuple[str, ...] = ()  # of a choice
+    bounds: Bounds | None = None  # interval of a number
+    choices: tuple[str, ...] = ()  # values of a choice
     nullable: bool = False
-    default: str = ""  # the text of its default
+    default: str = ""  # its default as text
 
     def read(self, text: str, plain: bool = True) -> Value:
-        """Returns the value that a text means; `plain`: it is written without quotes, so that `null` is no word.
+        """Parses a text; `plain`: the text is not in quotes, so `null` is None.
 
         Raises:
-          ConfigError: the text has another type, breaks the rule, or is a path of another place.
+          ConfigError: the text has another type, breaks the rule, or is a path of an unsupported place.
         """
         refuse_no_text(text, f"{self.name}={shown(text)}")
         if self.kind not in TEXTS:
@@ -102,7 +102,7 @@ class Scalar:
             return None
         if self.kind in TEXTS:
             self._check_place(text)
-            # An empty text is the null of a text; "none" without quotes is a word.
+            # A text is null when empty; an unquoted "none" is a word.
             return text if not is_null or text.strip().lower() == "none" else ""
         if self.kind == "batch" and text.endswith("t"):
             return self._tokens(text)
@@ -113,13 +113,13 @@ class Scalar:
         return self._bool(text) if self.kind == "bool" else self._choice(text)
 
     def write(self, value: Value) -> str:
-        """Returns the text that `read` turns into value again."""
+        """Returns the text from which `read` restores the value."""
         if value is None:
             return "null"
         return str(value).lower() if isinstance(value, bool) else str(value)
 
     def fault(self, text: str, rule: str, nearest: object = None) -> ConfigError:
-        """Returns the error for a value: name, value, rule, and the nearest value that works."""
+        """Returns the error for a text: name, value, rule, and the nearest value that works."""
         works = "" if nearest is None else f"; works: {self.name}={nearest}"
         return ConfigError(f"{self.name}={shown(text)}: must be {rule}{works}")
 
@@ -156,7 +156,7 @@ class Scalar:
         if broken := self.bounds and self.bounds.broken(value):
             rule, end = broken
             default = _decimal(self.default)
-            # A default of null works on any devices; the end of the interval need not.
+            # A default of null works on any devices; the end of the interval may not.
             takes_default = self.nullable
             if default is not None:
                 takes_default = abs(default - exact(value)) <= abs(exact(end) - exact(value))
@@ -166,7 +166,7 @@ class Scalar:
         return value
 
     def _near(self, number: Fraction | None) -> Value:
-        """Returns an allowed value near number; the default without a number."""
+        """Returns an allowed value near `number`, or the default if that is None."""
         if number is None:
             return self.default
         guess = min(max(round(number), -_LARGEST), _LARGEST)
@@ -179,7 +179,7 @@ def _listed(text: str) -> list[str]:
     return [item.strip().strip("'\"") for item in text.strip("[]").split(",") if item.strip()]
 
 
-# The number, or None for a text of another kind; and the nearest valid value, a text or a number.
+# The parsed number, or None for other text; and the nearest valid value, a text or a number.
 _Parsed = tuple[Number | None, Fraction | str | None]
 
 
@@ -211,7 +211,7 @@ def _batch(text: str) -> _Parsed:
 
 
 def amount(text: str) -> Fraction | None:
-    """Returns the exact value of a number, with or without a suffix; None for any other text.
+    """Returns the exact value of a number, with an optional suffix; None for other text.
 
     The suffixes K, M and B are powers of 1,000; Ki, Mi and Gi powers of 1,024.
     """
@@ -222,7 +222,7 @@ def amount(text: str) -> Fraction | None:
 
 
 def counted(text: str, slots: int) -> Fraction | None:
-    """Returns the samples that a text counts, or counts in tokens with the suffix t; None: it is no count.
+    """Returns a count of samples, stated in samples or, with the suffix t, in tokens; None for other text.
 
     Args:
       text: such as `256`, `100K` or `2Mit`.
@@ -235,13 +235,13 @@ def counted(text: str, slots: int) -> Fraction | None:
 
 
 def in_tokens(text: str | None) -> Fraction:
-    """Returns the tokens that `2Mit` or `6725.5t` states, with or without its `t`; 0 for any other text."""
+    """Returns the tokens in `2Mit` or `6725.5t`, with or without the `t`; 0 for other text."""
     value = None if text is None else amount(text.strip().removesuffix("t"))
     return Fraction(0) if value is None else value
 
 
 def in_runs(text: str | None) -> Fraction | None:
-    """Returns the multiple of a run that `0.5run` says; None for any other text."""
+    """Returns the multiple of a run in `0.5run`; None for other text."""
     stripped = "" if text is None else text.strip()
     return amount(stripped.removesuffix("run").strip()) if stripped.endswith("run") else None
 
@@ -269,18 +269,18 @@ NUMBERS: dict[str, tuple[Callable[[str], _Parsed], str]] = {
 
 
 def _decimal(text: str) -> Fraction | None:
-    """Returns the exact value of a decimal number, None for any other text, nan and infinities included."""
+    """Returns the exact value of a decimal number; None for other text, nan and infinities included."""
     is_decimal = len(text) <= 2000 and _DECIMAL.fullmatch(text)
     return Fraction(text.replace("_", "")) if is_decimal else None
 
 
 def exact(value: Number) -> Fraction:
-    """Returns a config number as the exact fraction that is written: the float 0.1 is one tenth."""
+    """Returns a config number as the exact fraction of its decimal form: the float 0.1 is one tenth."""
     return value if isinstance(value, Fraction) else Fraction(str(value))
 
 
 def plain_number(value: Number) -> Number:
-    """Returns value, exactly, as an int, else as the float that prints it, else as a Fraction."""
+    """Returns `value` as an int if exact, else as a float that prints it, else as a Fraction."""
     fraction = exact(value)
     if fraction.denominator == 1:
         return int(fraction)
@@ -288,21 +288,21 @@ def plain_number(value: Number) -> Number:
 
 
 def schedule_text(stages: Iterable[tuple[Number, int]]) -> str:
-    """Returns pairs of position and batch as `batch_size_schedule` writes them, positions rounded up to whole ones.
+    """Formats pairs of position and batch as a `batch_size_schedule`; positions are rounded up.
 
-    Of stages that begin at the same position only the last has any updates.
+    Of stages with the same position, only the last has updates.
     """
     return " ".join(f"{position}:{batch}" for position, batch in {math.ceil(p): b for p, b in stages}.items())
 
 
 def refuse_no_text(text: str, where: str) -> None:
-    """Raises ConfigError, which begins with `where`, for what neither a file name nor a tokenizer can hold."""
+    """Raises ConfigError, with `where` in front, for text that neither a file name nor a tokenizer can hold."""
     if re.search("[\0\ud800-\udfff]", text):
         raise ConfigError(f"{where}: must be UTF-8 text without NUL characters")
 
 
 def utf8_of(text: str) -> bytes:
-    """Returns a text as UTF-8; raises ConfigError for half of a surrogate pair, as in an argument that is not UTF-8."""
+    """Encodes text as UTF-8; raises ConfigError for half of a surrogate pair, as in arguments that are not UTF-8."""
     try:
         return text.encode("utf-8")
     except UnicodeEncodeError as error:
@@ -313,18 +313,18 @@ def utf8_of(text: str) -> bytes:
 
 
 def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> str | None:
-    """Returns the known name that is most like name, or None if none is at least so much like it (0 to 1)."""
+    """Returns the known name most similar to `name`; None if its similarity (0 to 1) is below `least_like`."""
     found = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=least_like)
     return found[0] if found else None
 
 
 def shown(text: str, most: int = 80) -> str:
-    """Returns user input on one line, cut to a number of characters, for a message."""
+    """Returns user input on one line, cut to `most` characters, for messages."""
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
 def shown_path(path: object) -> str:
-    """Returns a path as `shown` does, but keeps its end, the most telling part."""
+    """Returns a path as `shown` does, but keeps its end."""
     text = shown(str(path), sys.maxsize)
     return text if len(text) <= 80 else f"...{text[-77:]}"

@@ -1,4 +1,4 @@
-"""A YAML file as the texts of its keys: no type is guessed and no object is made."""
+"""YAML files as texts by key; no type is guessed and no object is made."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from maxbatch.system.bounded_yaml import compose_yaml
 from maxbatch.system.errors import ConfigError, TrainingError, reason
 from maxbatch.system.storage import AnyPath
 
-MOST_BYTES = 2**20  # of a file that states a config
-_MOST_NODES = 20_000  # keys and values: one or two seconds of reading
+MOST_BYTES = 2**20  # of a config file
+_MOST_NODES = 20_000  # keys and values: one or two seconds of parsing
 _PROBLEMS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",
     IsADirectoryError: "is a folder, not a YAML file",
 }
 _MERGE = "tag:yaml.org,2002:merge"
-MERGED = "tag:maxbatch,2026:merged"  # of a mapping whose keys `<<` has put into another one
+MERGED = "tag:maxbatch,2026:merged"  # marks a mapping whose keys `<<` has merged into another
 _TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in (
     "str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value"))  # fmt: skip
-# Keys that a file may state as a list: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
+# Keys that may be lists in a file: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(key.name for key in KEYS if key.kind == "paths")
-# Keys that a file may state as a list of words: [a, b] is "a,b".
+# Keys that may be lists of words in a file: [a, b] is "a,b".
 _WORD_LISTS = frozenset(key.name for key in KEYS if key.kind == "choices") | {"mlp_activations", "attention_type"}
 _NAMES = frozenset(key.name for key in KEYS)
 
@@ -37,7 +37,7 @@ def entries(path: AnyPath) -> Iterator[Entry]:
     """Yields the keys of a config file.
 
     Raises:
-      ConfigError: the file cannot be read, or is not lines of `key: value`.
+      ConfigError: the file cannot be read, or its lines are not `key: value`.
     """
     node = compose(path)
     if node is not None:
@@ -49,20 +49,20 @@ def entries(path: AnyPath) -> Iterator[Entry]:
 
 
 def quoted(text: str) -> str:
-    """Returns a text as YAML in double quotes, in one line, that reads back as it is."""
+    """Returns a text as double-quoted YAML on one line."""
     return yaml.safe_dump(text, default_style='"', width=float("inf"), allow_unicode=True).strip()
 
 
 def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
-    """Returns a YAML or JSON file as a tree of nodes, None for an empty one; `what` names it in messages.
+    """Parses a YAML or JSON file into nodes; None for an empty file; `what` names the file in messages.
 
     Raises:
-      ConfigError: the file cannot be read, or is no YAML.
+      ConfigError: the file cannot be read, or is not YAML.
     """
     where = f"{what} {shown_path(path)}"
     try:
         text = read_text(path, where, MOST_BYTES).removeprefix("\ufeff")
-        # Apart from tabs, YAML allows everything that JSON does.
+        # YAML includes JSON, except for tabs.
         text = text.replace("\t", " ") if path.suffix.lower() == ".json" else text
         return compose_text(text, where, path)
     except yaml.MarkedYAMLError as error:
@@ -79,11 +79,11 @@ def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
 
 
 def compose_text(text: str, what: str, path: AnyPath) -> yaml.Node | None:
-    """Returns a YAML text as a tree of nodes, its merge keys (`<<`) resolved; `path` is its file in messages.
+    """Parses YAML into nodes, with merge keys (`<<`) resolved; `path` names the file in messages.
 
     Raises:
-      ConfigError: it is beyond a bound, or a merge key holds anything but mappings.
-      yaml.YAMLError: it is no YAML.
+      ConfigError: the text exceeds a bound, or a merge key holds anything but mappings.
+      yaml.YAMLError: the text is not YAML.
     """
     root = compose_yaml(text, what, most_nodes=_MOST_NODES)
     if root is not None:
@@ -92,7 +92,7 @@ def compose_text(text: str, what: str, path: AnyPath) -> yaml.Node | None:
 
 
 def _merge(path: AnyPath, node: yaml.Node, done: set[int]) -> None:
-    """Replaces every merge key below a node by the keys that it adds: those not stated beside it."""
+    """Replaces every merge key below a node by its keys that are not stated beside it."""
     if id(node) in done or isinstance(node, yaml.ScalarNode):
         return
     done.add(id(node))
@@ -125,7 +125,7 @@ def _is_mapping(node: yaml.Node) -> bool:
 
 
 def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Yields the keys of a mapping, their values, and where they are: file and line.
+    """Yields the keys of a mapping, their values, and their file and line.
 
     Raises:
       ConfigError: the node is not a mapping of texts, or states a key twice.
@@ -146,13 +146,13 @@ def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]
 
 
 def refuse_tag(node: yaml.Node, name: str, where: str) -> None:
-    """Raises ConfigError for a value whose tag makes it anything other than its text."""
+    """Raises ConfigError for a value with a tag that changes its meaning."""
     if node.tag not in _TAGS:
         raise ConfigError(f"{where}: {shown(name)} takes no tag such as {shown(node.tag)}")
 
 
 def _block(path: AnyPath, block: str, node: yaml.Node) -> Iterator[Entry]:
-    """Yields the keys of an unknown block, by their paths: a.b; they are refused with all other unknown keys."""
+    """Yields the keys of an unknown block as paths, a.b, to refuse them with all other unknown keys."""
     for name, value_node, where in pairs(path, node):
         if _is_mapping(value_node) and value_node.value:
             yield from _block(path, f"{block}.{name}", value_node)
@@ -169,7 +169,7 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
     if name == "dataset_path" and isinstance(node, yaml.MappingNode):
         return Entry(name, _in_braces(node, where), False, where)
     if name not in _NAMES and not isinstance(node, yaml.ScalarNode):
-        return Entry(name, _as_json(node), False, where)  # an unknown key is refused as such, with all others
+        return Entry(name, _as_json(node), False, where)  # refused later, with all unknown keys
     if not isinstance(node, yaml.ScalarNode):
         rule = "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"
         raise ConfigError(f"{where}: {shown(name)} takes {rule}")
@@ -190,7 +190,7 @@ def _as_json(node: yaml.Node) -> str:
 
 
 def _in_braces(node: yaml.Node, where: str) -> str:
-    """Returns a mapping, of scalars or of mappings again, in one line of JSON, its scalars as they are written."""
+    """Returns nested mappings of scalars as one line of JSON; scalars keep their text."""
 
     def plain(value: yaml.Node) -> object:
         return value.value if isinstance(value, yaml.ScalarNode) else dict(texts(value))
@@ -204,7 +204,7 @@ def _in_braces(node: yaml.Node, where: str) -> str:
 
 
 def _path_item(node: yaml.Node, name: str) -> str:
-    """Returns an item of a list of paths in its one-line form: `PATH`, or `PATH,WEIGHT` of a mixture."""
+    """Returns an item of a list of paths on one line: `PATH`, or `PATH,WEIGHT` in a mixture."""
     where = f"{name}, line {node.start_mark.line + 1}"
     if isinstance(node, yaml.ScalarNode):
         item: dict[str, str] = {"path": node.value}

@@ -1,1 +1,1 @@
-"""`maxbatch import`: configs of other programs in our words."""
+"""`maxbatch import`: configs of other programs as ours."""

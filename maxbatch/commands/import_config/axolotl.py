@@ -1,4 +1,4 @@
-"""Axolotl's configs: its data sets, and the other rules that its table names."""
+"""Rules of Axolotl's table: its data sets, and values that need code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates, steps_of
 from maxbatch.commands.import_config.translation import Translation
 
-# What its prompter writes around a record.
+# Its prompter's text around a record.
 _ALPACA = (
     "write Alpaca's text (Below is an instruction ..., ### Instruction:, ### Response:) as chat_template.jinja beside "
     "the tokenizer; an input, there under ### Input:, follows the instruction after an empty line"
@@ -44,7 +44,7 @@ def _sources(t: Translation, _: str) -> None:
     if kinds <= {"completion", "pretrain"}:
         for word in ("train_on_inputs", "chat_template"):
             if word in t:
-                t.ignore(word, "documents are plain text, and every token of them is trained on")
+                t.ignore(word, "documents are plain text, and all their tokens are trained on")
     elif kinds == {"chat_template"} and not (others := _unlike_ours(_without_sharegpt(sources))):
         on_answers = "false" if t.is_true("train_on_inputs") else "true"
         settings |= {"use_sft": "true", "sft_train_on_completion_only": on_answers}
@@ -72,7 +72,7 @@ def _sources(t: Translation, _: str) -> None:
 
 
 def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mapping[str, str], step: str = "") -> None:
-    """Takes the data sets; `step` is left to the reader, besides what a data set of the hub needs."""
+    """Takes the data sets; `step` is work for the user, beside the download of a hub data set."""
     hub = [item["path"] for item in sources if is_hub_name(item["path"])]
     if hub or step:
         steps = [" and ".join(hub_step(name, "dataset") for name in hub), step]
@@ -84,11 +84,11 @@ def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mappi
 
 _PAIR_KINDS = ("chat_template.default", "chat_template.argilla")
 _OF_PAIRS = {"use_dpo": "true", "packing": "false", "dataset_type": "jsonl"}
-_BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first that is stated holds
+_BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first stated one applies
 
 
 def _weight(t: Translation, word: str) -> None:
-    """Takes `rl: dpo` and `rl: orpo`, whose batch counts pairs; defaults are those of TRL's trainers."""
+    """Takes `rl: dpo` and `rl: orpo`, whose batch counts pairs; the defaults are TRL's."""
     algo = t.text(word).lower()
     beta = next((word for word in _BETAS if word in t), "")
     weight = {"dpo_beta" if algo == "dpo" else "orpo_lambda": t.text(beta) if beta else "0.1"}
@@ -133,14 +133,14 @@ def _is_sharegpt(source: Mapping[str, object]) -> bool:
 
 
 def _without_sharegpt(sources: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the data sets, without the settings of ShareGPT's form where all of them have it."""
+    """Returns the data sets; drops the settings of ShareGPT's form if all of them have it."""
     if not all(_is_sharegpt(source) for source in sources):
         return sources
     return [{name: value for name, value in source.items() if name not in _SHAREGPT} for source in sources]
 
 
 def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:
-    """Returns the settings of chat data sets that would change records or weights, and that have no counterpart."""
+    """Returns settings of chat data sets that affect records or weights and have no counterpart."""
     stated = ((name, value) for item in sources for name, value in item.items() if name not in ("path", "name"))
     return sorted({name for name, value in stated if value and value not in _OURS_OF_A_SOURCE.get(name, ())})
 

@@ -1,4 +1,4 @@
-"""`maxbatch import`: converts another program's config, and prints how every setting was converted."""
+"""`maxbatch import`: converts another program's config, and prints the fate of every setting."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ FORMATS: Mapping[str, Format] = {
     "megatron": megatron.FORMAT, "trl": trl.FORMAT,
 }  # fmt: skip
 
-# Recognised by these words, and answered with what their words of a batch are here.
+# Frameworks without a converter: their files are recognised by these words, and only their batch is explained.
 ANSWERED = {"verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size")}
 
 
@@ -70,18 +70,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
     output = "where to write the config (default maxbatch.yml); never over a file"
     parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
-    skip = (
-        "leave out words that are not supported, unless one of them states the batch, the length, the data or the model"
-    )
-    one = "which command of a shell file is read, from 1 on, where several train"
+    skip = "leave out unsupported words, unless one states the batch, the length, the data or the model"
+    one = "number of the command to read, from 1, if several in a shell file train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
-    devices = "processes that TRL runs on, one for each device; its batch is counted on each"
+    devices = "processes of TRL, one per device; its batch is counted per process"
     parser.add_argument("--devices", metavar="N", type=count, help=devices)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Translates a config, prints how its words were converted and writes it; returns the exit code."""
+    """Translates a config, prints the fate of its words and writes it; returns the exit code."""
     path, output = Path(args.file), Path(args.output)
     if args.format not in (formats := (*FORMATS, *ANSWERED, "nemo", "auto")):
         works = f"works: maxbatch import auto {shown_path(path)}"
@@ -115,13 +113,13 @@ def run(args: argparse.Namespace) -> int:
 def translated(
     name: str, path: Path, command: int | None = None, devices: int | None = None
 ) -> tuple[Translation, list[str]]:
-    """Returns a file in our words, and notes on how it was read; GRPOConfig's are TRL's under `hf` as well.
+    """Translates a file, with notes on its reading; `hf` reads GRPOConfig as `trl` does.
 
     Args:
       name: a format.
       path: the file.
-      command: which one of a shell file, from 1 on; None: the only one.
-      devices: those that the other program runs on; None: unknown.
+      command: its number in a shell file, from 1; None: the only one.
+      devices: the other program's devices; None: unknown.
     """
     words, notes = maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
     if name == "hf" and trl.is_of_responses(words):
@@ -140,7 +138,7 @@ def translated(
 
 
 def _answer(name: str, words: Mapping[str, Stated]) -> str:
-    """Returns what the words of a batch mean here, for a framework whose configs are not converted."""
+    """Explains the batch words of a framework without a converter."""
     batch = {key.name for key in PromptBatchConfig.declared()}
     rows = {word: row for word in words if (row := look_up(word, name)) and not batch.isdisjoint(row.keys)}
     said = "; ".join(f"{shown(word)}={shown(_text(words[word]))} {row.answer()}" for word, row in rows.items())
@@ -159,7 +157,7 @@ def _read(path: Path, command: int | None) -> dict[str, Stated]:
 
 
 def _recognised(path: Path, command: int | None = None) -> str:
-    """Returns the format most of whose words a file has."""
+    """Returns the format that shares the most words with a file."""
     words = _read(path, command)
     found: Counter[str] = Counter()
     for word in words:
@@ -175,11 +173,11 @@ def _recognised(path: Path, command: int | None = None) -> str:
     return "megatron" if name == "nemo" else name
 
 
-_PER_DEVICE = ("trl",)  # formats that --devices is for
+_PER_DEVICE = ("trl",)  # formats that take --devices
 
 
 def _is_known(word: str, name: str) -> bool:
-    """Returns whether a framework has a word; NeMo's are read with Megatron-LM's."""
+    """Returns whether a framework has a word; Megatron-LM's include NeMo's."""
     names = (name, BESIDE.get(name, name))
     return word in FORMATS[name].defaults or _is_ours(word, name) or any(look_up(word, each) for each in names)
 
@@ -189,7 +187,7 @@ def _is_ours(word: str, name: str) -> bool:
 
 
 def _print(translation: Translation, name: str) -> None:
-    """Prints the table: a line for each word, and the batch as an equation in both languages."""
+    """Prints the table: a line per word, and the batch as an equation in both programs' words."""
     rows = [
         (fate.fate, shown(fate.word, _WIDEST), shown(fate.value, _WIDEST), printable(fate.says, keep=""))
         for fate in translation.fates
@@ -222,11 +220,11 @@ def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
 
 
 def written(translation: Translation, source: str) -> str:
-    """Returns the config as YAML; raises ConfigError where its values do not go together."""
+    """Returns the config as YAML; raises ConfigError if its values exclude each other."""
     config = load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
     check_dataset(config)  # as plan does
     stated_batches(PlanConfig.of(config))
-    if not is_mixture_file(config.dataset_path):  # which may be on another machine
+    if not is_mixture_file(config.dataset_path):  # the file may be on another machine
         read_mixture(StreamConfig.of(config))
     lines = [f"# from {shown(source)} by maxbatch import"]
     for name, key in keys().items():

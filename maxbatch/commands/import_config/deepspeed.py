@@ -1,4 +1,4 @@
-"""DeepSpeed's configs: the rules that its table names."""
+"""Rules of DeepSpeed's table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SCHEDULES = {"WarmupCosineLR": "cosine", "WarmupDecayLR": "wsd", "WarmupLR": "c
 
 
 def _schedule(t: Translation, word: str) -> None:
-    """Takes the schedule, whose warmup and length are counted in updates there."""
+    """Takes the schedule; its warmup and length are in updates."""
     total, warmup = (t.number(f"scheduler.params.{name}_num_steps") for name in ("total", "warmup"))
     kind = _SCHEDULES.get(t.text(word))
     if kind is None or (total is None and warmup):

@@ -1,4 +1,4 @@
-"""Configs of Hugging Face's Trainer, and of TRL's trainers of preference pairs: the rules that their table names."""
+"""Rules of the table for Hugging Face's Trainer and TRL's trainers of preference pairs."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ def _states_pairs(t: Translation, word: str) -> bool:
 
 
 def _name_of_orpo(t: Translation) -> str:
-    """Returns the word whose name tells ORPOConfig from DPOConfig; "" for the latter."""
+    """Returns the word that identifies ORPOConfig; "" for DPOConfig."""
     named = [word for word in ("output_dir", "run_name", "hub_model_id") if "orpo" in t.text(word).lower()]
     return named[0] if named and "loss_type" not in t else ""
 
 
 def _weight(t: Translation, word: str) -> None:
-    """Takes the weight of the loss of pairs, and with it their data."""
+    """Takes the weight of the pairs' loss, and their data."""
     step = "records with prompt, chosen and rejected in that file; a batch counts pairs, as there"
     data = {"use_dpo": "true", "dataset_type": "jsonl", "dataset_path": "pairs.jsonl", "packing": "false"}
     if named := _name_of_orpo(t):

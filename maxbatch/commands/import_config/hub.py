@@ -1,4 +1,4 @@
-"""Names of Hugging Face's hub, and the steps that bring what they name."""
+"""Names on Hugging Face's hub, and the commands that download them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
 
 
 def is_hub_name(path: str) -> bool:
-    """Returns whether a path is `owner/name` of Hugging Face's hub, and nothing here has that path."""
+    """Returns whether a path is a hub name, `owner/name`, and no local path."""
     return _HUB_NAME.fullmatch(path) is not None and not path.startswith("assets/") and not os.path.lexists(path)
 
 
 def hub_step(name: str, kind: str = "") -> str:
-    """Returns the step that brings a model or (`kind` dataset) a data set of the hub to the path that names it."""
+    """Returns the command that downloads a model or (`kind` dataset) a data set to the path of its name."""
     download = f"hf download {f'--repo-type {kind} ' if kind else ''}{name} --local-dir {name}"
     if kind:
         return f"{download}, in the folder where training starts"

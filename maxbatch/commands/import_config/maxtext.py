@@ -1,4 +1,4 @@
-"""MaxText's configs and recipes: the rules of its table on the run, its program, its adapters and its ramp."""
+"""Rules of MaxText's table on the run, its program, its adapters and its ramp."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _TARGETS = {"query": "query", "key": "key", "value": "value", "out": "out", "wi_
 
 
 def _run_dir(t: Translation, word: str) -> None:
-    """Takes the folder of all runs and the name of the run, each with the other one."""
+    """Takes the folder of all runs together with the run's name."""
     folder, name = (t.text(word) if "$" not in t.text(word) else "" for word in ("base_output_directory", "run_name"))
     if word == "base_output_directory" and folder:
         t.map(word, run_dir=f"{folder.rstrip('/')}/{name}" if name else folder)
@@ -33,7 +33,7 @@ def _run_dir(t: Translation, word: str) -> None:
 
 
 def _unknown_schedule(t: Translation, _: str) -> None:
-    t.refuse("lr_schedule_type", "cosine, wsd or constant")  # also of prompts, whose rate is taken before
+    t.refuse("lr_schedule_type", "cosine, wsd or constant")  # on prompts the rate is taken already
 
 
 def _profile(t: Translation, word: str) -> None:
@@ -47,11 +47,11 @@ def _is_dense(t: Translation) -> bool:
 
 
 def _tensors(t: Translation, _: str) -> None:
-    """Leaves out what a layer keeps where the policy or the model does not read it."""
+    """Leaves out choices per tensor that the policy or the model does not read."""
     policy = t.text("remat_policy")
     for word in REMAT_TENSORS:
         if word in t and policy != "custom":
-            t.ignore(word, f"it is read with remat_policy=custom, not with {shown(policy)}")
+            t.ignore(word, f"only remat_policy=custom reads it, not {shown(policy)}")
         elif word in t and word in KEPT_OF_EXPERTS and _is_dense(t):
             t.ignore(word, "the model has no experts")
 
@@ -74,7 +74,7 @@ def _preset_layers(name: str) -> int:
 
 
 def _mesh(t: Translation, _: str) -> None:
-    """Takes the axes that MaxText has beside ours and that split the same things as one of ours."""
+    """Takes MaxText's axes that split the same dimensions as one of ours."""
     same = {"fsdp": ("fsdp_transpose", *(["expert"] if _is_dense(t) else [])), "tensor": ("tensor_sequence",)}
     for net in ("ici", "dcn"):
         for axis, beside in same.items():

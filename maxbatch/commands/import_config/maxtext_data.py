@@ -1,4 +1,4 @@
-"""Rules of MaxText's table on data: its pipelines (synthetic, tfds, hf, grain), their files and tokenizers, as ours."""
+"""Rules of MaxText's table on data: pipelines (synthetic, tfds, hf, grain), files and tokenizers."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import keys
 
-_PIPELINES = {"olmo": "olmo_grain", "grain": "grain", "hf": "hf"}  # whose words begin so
+_PIPELINES = {"olmo": "olmo_grain", "grain": "grain", "hf": "hf"}  # with the prefix of their words
 
 
 def _kind(t: Translation) -> str:
-    """Returns the pipeline; a data set that is named is one of tfds."""
+    """Returns the pipeline; a named data set without one is tfds."""
     is_named = "dataset_type" not in t and any(word in t for word in ("dataset_path", "dataset_name"))
     return "tfds" if is_named else t.text("dataset_type")
 
@@ -30,7 +30,7 @@ def _columns(t: Translation) -> list[str]:
 
 
 def _named(t: Translation, _: str) -> None:
-    """Explains the pipeline of a data set that is named without one."""
+    """Explains the pipeline of a named data set without a dataset_type."""
     if "dataset_type" not in t:
         why = "a data set is named; 0.2.5 reads none of it without dataset_type=tfds, the default before it"
         t.map("dataset_type", why, **{name: t.settings[name] for name in ("dataset_type", "record_format")})
@@ -45,7 +45,7 @@ def _text(t: Translation, word: str) -> None:
 
 
 def _conversations(t: Translation, word: str) -> None:
-    """Takes the fields of conversations, whose names are fixed here, and the tokens that are trained on."""
+    """Takes the fields of conversations, whose names are fixed here, and the trained tokens."""
     t.assume({"sft_train_on_completion_only": "false"})
     if _columns(t) in (["messages"], ["prompt", "completion"]):
         t.ignore(word, "records with messages, or with prompt and completion, are read as they are")
@@ -54,7 +54,7 @@ def _conversations(t: Translation, word: str) -> None:
 
 
 def _pairs(t: Translation, _: str) -> None:
-    """Takes the fields of pairs of answers: their names are fixed here."""
+    """Takes the fields of pairs of answers; their names are fixed here."""
     columns = _columns(t)
     if "train_data_columns" not in t:
         return
@@ -68,7 +68,7 @@ def _pairs(t: Translation, _: str) -> None:
 
 
 def _of_pipelines(t: Translation, _: str) -> None:
-    """Leaves out the words of other pipelines, and of a packing that the pipeline does not have."""
+    """Leaves out words of other pipelines, and of a packing that the pipeline lacks."""
     kind = _kind(t)
     for word in t.left():
         pipeline = word.partition("_")[0]
@@ -77,7 +77,7 @@ def _of_pipelines(t: Translation, _: str) -> None:
 
 
 def take_template(t: Translation, is_read: bool) -> None:
-    """Takes the template of a chat, as a text or as a file."""
+    """Takes a chat template, as text or as a file."""
     for word in ("chat_template", "chat_template_path"):
         if word in t and is_read:
             t.need(word, "put its text into chat_template.jinja beside the tokenizer")
@@ -132,7 +132,7 @@ def _hf(t: Translation, _: str) -> None:
 
 def _tokenizer(t: Translation, _: str) -> None:
     name, path = t.text("model_name") or "default", t.text("tokenizer_path")
-    of_model = not path and name != "default"  # whose tokenizer there is the one of Hugging Face
+    of_model = not path and name != "default"  # its tokenizer there is Hugging Face's
     kind = "huggingface" if of_model else t.text("tokenizer_type", "sentencepiece")
     if kind not in ("sentencepiece", "huggingface", "tiktoken"):
         t.refuse("tokenizer_type", "sentencepiece, huggingface or tiktoken", is_essential=True)

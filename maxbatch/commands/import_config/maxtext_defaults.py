@@ -1,6 +1,6 @@
-"""MaxText's defaults as of 0.2.5: the file that each of its modules reads, and the values of those files.
+"""MaxText's defaults as of 0.2.5: the config file of each module, and its values.
 
-The table is `maxtext_defaults.txt`, which `tests/helpers/maxtext_defaults.py` writes from an installed MaxText.
+`tests/helpers/maxtext_defaults.py` writes the table, `maxtext_defaults.txt`, from an installed MaxText.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from maxbatch.commands.import_config.translation import Stated
 
 BASE = "base.yml"
 _MODULES, _TYPES, _MODELS = "modules", "types", "models"
-# Words of a resolved config that follow from others, whose defaults depend on these.
+# Words of a resolved config that MaxText computes from others.
 _FOLLOW = re.compile(
     r"(ici|dcn)_parallelism|(global|micro)_batch_size_to_\w+|rampup_(end_step|samples_per_increment_to_load)"
     r"|num_(target_devices|diloco_replicas)|metrics_dir|tensors_(on_device|to_offload)|pipeline_parallel_layers"
@@ -26,13 +26,13 @@ _NOTHING = ("", "null", "none", "~", "[]", "{}")
 
 
 def file_of_module(program: str) -> str:
-    """Returns the file that a program of MaxText's reads where its command names none: by its module or its path."""
+    """Returns the default config file of a MaxText program, given by module or path."""
     module = re.sub(r"^.*?(?=maxtext\.)", "", program.removesuffix(".py").replace("/", "."))
     return str(_table()[_MODULES].get(module, BASE))
 
 
 def values_of(file: str) -> Mapping[str, Stated] | None:
-    """Returns the words of a file that a module reads, without those of base.yml; None for another file."""
+    """Returns the words of a module's config file, without base.yml's; None for another file."""
     name = re.sub(r"^.*configs/", "", re.sub("/+", "/", file))
     known = {place: place for place in _table()} | {Path(place).name: place for place in _table()}
     place = known.get(name) if name.endswith(".yml") else None
@@ -45,7 +45,7 @@ def is_known(word: str) -> bool:
 
 
 def is_default(word: str, value: Stated) -> bool:
-    """Returns whether a word has its default: of base.yml, else of the file of a module, else of its type."""
+    """Returns whether a word has its default, from base.yml, else a module's file, else its type."""
     files = [words for section, words in _table().items() if section.endswith((".yml", _TYPES)) and word in words]
     if word.endswith("_soft_cap") and _plain(value) == "":
         return True  # as 0.0
@@ -53,18 +53,18 @@ def is_default(word: str, value: Stated) -> bool:
 
 
 def follows(word: str) -> bool:
-    """Returns whether a word of a resolved config follows from the others."""
+    """Returns whether MaxText computes a word of a resolved config from others."""
     return _FOLLOW.fullmatch(word) is not None
 
 
 def words_of_model(name: str) -> frozenset[str]:
-    """Returns the words that the file of a model states; none if there is no such file."""
+    """Returns the words in a model's file; empty if there is none."""
     return frozenset(str(_table()[_MODELS].get(name.replace("-Instruct", ""), "")).split())
 
 
 @functools.cache
 def _table() -> Mapping[str, dict[str, Stated]]:
-    """Returns the sections of the table, each with its words and values, without the bases of files."""
+    """Returns the sections of the table, each with its words and values."""
     text = Path(__file__).with_suffix(".txt").read_text(encoding="utf-8")
     table: dict[str, dict[str, Stated]] = {}
     for name, lines in sections(text):
@@ -82,7 +82,7 @@ def _value(text: str) -> Stated:
 
 
 def _plain(value: object) -> object:
-    """Returns a value in a form in which two spellings of it are equal."""
+    """Normalises a value, so that its spellings compare equal."""
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
     text = str(value).strip()

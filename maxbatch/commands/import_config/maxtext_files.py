@@ -1,4 +1,4 @@
-"""The files of MaxText's configs and recipes: chains of `base_config`, files of models, commands."""
+"""MaxText's files: chains of `base_config`, model files, commands of recipes."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ from maxbatch.config.values import NULLS, shown, shown_path
 from maxbatch.system.errors import ConfigError
 
 _MOST_BASES = 8
-_BLOCKS = ("rl", "lora", "dpo")  # words of them are read without the block's name as well
+_BLOCKS = ("rl", "lora", "dpo")  # their words are also read without the block's name
 
 
 def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], list[str]]:
-    """Returns the words of a config with its `base_config` chain and its model, or of a recipe; and notes on them.
+    """Reads the words of a config, with its `base_config` chain and model, or of a recipe; with notes.
 
-    As in MaxText, a model's own keys go before those of a config file, and a command's before both.
+    As in MaxText, a model's own keys override a config file's, and a command's override both.
 
     Args:
       path: the file.
-      command: which of a recipe's commands, from 1 on; None: the only one.
+      command: its number in a recipe, from 1; None: the only one.
     """
     notes: list[str] = []
     named, own = None, dict[str, Stated]()
@@ -81,14 +81,14 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
 
 
 def _is_stated(word: str, own: Mapping[str, Stated]) -> bool:
-    """Returns whether a command states a word of its file, with or without the name of the word's block."""
+    """Returns whether a command states a word of its file, with or without the block's name."""
     return word in own or any(
         word == f"{block}.{name}" or name == f"{block}.{word}" for block in _BLOCKS for name in own
     )
 
 
 def _as_list(name: str, value: Stated) -> Stated:
-    """Returns the list that a text of a command states, as MaxText reads it: `[a, b]`, or `('a', 'b')` of columns."""
+    """Parses a list in a command as MaxText does: `[a, b]`, or `('a', 'b')` for columns."""
     text = value.strip() if isinstance(value, str) else ""
     is_tuple = text.startswith("(") and text.endswith(")") and name.endswith("_columns")
     if not is_tuple and not (text.startswith("[") and text.endswith("]")):
@@ -98,13 +98,13 @@ def _as_list(name: str, value: Stated) -> Stated:
 
 
 def _words_of_file(path: Path, named: str | None, program: str, is_alone: bool) -> tuple[dict[str, Stated], str]:
-    """Returns the words of the config file that a command reads, and a note on where they are from.
+    """Returns the words of a command's config file, and a note on their origin.
 
     Args:
       path: the recipe.
-      named: the file that its command names; None: that of the program, which MaxText then reads.
-      program: the module or the path that the command runs.
-      is_alone: whether the command may be read without its file, since it states the batch itself.
+      named: the file named by the command; None: the program's default.
+      program: the module or the path run by the command.
+      is_alone: whether the command may be read without its file, because it states the batch.
     """
     if named is None:
         file = file_of_module(program)
@@ -116,18 +116,18 @@ def _words_of_file(path: Path, named: str | None, program: str, is_alone: bool) 
     if place.is_absolute() and os.path.isfile(place):
         return _of_base(place) if place.name == BASE else _chain(place), ""
     if Path(named).name == BASE:
-        return {}, ""  # which holds MaxText's defaults
+        return {}, ""  # its values are MaxText's defaults
     beside, note = _named(path.parent, named, is_alone and file_of_module(program) == BASE)
     return _chain(beside) if beside else dict(values_of(named) or {}), note
 
 
 def _of_base(path: Path) -> dict[str, Stated]:
-    """Returns the words of a base.yml whose values are not MaxText's defaults."""
+    """Returns the words of a base.yml with other values than MaxText's."""
     return {word: value for word, value in read_yaml(path).items() if is_known(word) and not is_default(word, value)}
 
 
 def _below_model(words: dict[str, Stated], name: str) -> dict[str, Stated]:
-    """Returns the words of a config file beside a model, whose own file goes first."""
+    """Returns a config file's words below a model, whose file overrides them."""
     form, of_model = names_fixing(Fixes.FORM), words_of_model(name)
     return {
         word: Displaced(value if isinstance(value, str) else json.dumps(value))
@@ -143,20 +143,20 @@ def presets() -> set[str]:
 
 
 def _near(folder: Path, name: str) -> Path | None:
-    """Returns a file of MaxText's configs in a folder or in one above it, or None."""
+    """Finds a MaxText config in a folder or above it; None if there is none."""
     for above in [folder, *folder.resolve().parents][:8]:
         for tried in (above / name, above / "configs" / name, above / "src" / "maxtext" / "configs" / name):
-            if os.path.isfile(tried):  # False for a name that no file can have
+            if os.path.isfile(tried):  # False for an invalid name
                 return tried
     return None
 
 
 def _named(folder: Path, named: str, is_alone: bool) -> tuple[Path | None, str]:
-    """Returns the config file that a command names, None if there is none, and a note on where its words are from.
+    """Returns the config file named by a command, or None, and a note on the origin of its words.
 
     Raises:
-      ConfigError: there is none, its values are unknown, and they may state the task, the model or the batch: it is one
-        of MaxText's own (below `configs`), or the command does not stand alone.
+      ConfigError: the file is missing, its values are unknown, and it may state the task, the model or the batch: it is
+        MaxText's own (below `configs`), or the command does not state the batch.
     """
     beside = _near(folder, re.sub(r"^.*configs/+|^\W*", "", named))
     if beside is not None:
@@ -175,7 +175,7 @@ def _named(folder: Path, named: str, is_alone: bool) -> tuple[Path | None, str]:
 
 
 def _chain(path: Path) -> dict[str, Stated]:
-    """Returns the words of a file over those of its bases; of MaxText's base.yml only what differs is of interest."""
+    """Returns the words of a file over its bases'; from MaxText's base.yml only changed ones."""
     words: dict[str, Stated] = {}
     seen: list[Path] = []
     at: Path | None = path
@@ -190,6 +190,6 @@ def _chain(path: Path) -> dict[str, Stated]:
         words = stated | words
         name = base if isinstance(base, str) and base.lower() not in NULLS else ""
         at = _near(path.parent, name) if name else None
-        if name and at is None and Path(name).name != BASE:  # whose values are known
+        if name and at is None and Path(name).name != BASE:  # its values are known
             raise ConfigError(f"base_config={shown(name)}: is not beside {shown_path(path)}; works: put it there")
     return words

@@ -23,7 +23,7 @@ _DEFAULTS = {
     "base_num_decoder_layers": "16", "head_dim": "128", "vocab_size": "32000", "logits_via_embedding": "false",
     "normalization_layer_epsilon": "1e-5", "rope_max_timescale": "10000",
 }  # fmt: skip
-# Where its model of a name is another one than our preset.
+# Names whose model in MaxText differs from our preset.
 _PRESET_DIFFERENCES = {
     "gemma2-2b": {"vocab_size": "256128"},
     "gemma2-9b": {"vocab_size": "256128"},
@@ -44,7 +44,7 @@ _PRESET_DIFFERENCES = {
     "qwen3-235b-a22b": {"load_balance_scope": "sequence", "rope_max_timescale": "5000000"},
     "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
 }
-# The experts of a token in its models of a name.
+# Experts per token in MaxText's models, by name.
 MODEL_CHOICES = {
     "gpt-oss-20b": 4, "gpt-oss-120b": 4, "mixtral-8x7b": 2, "mixtral-8x22b": 2, "qwen3-30b-a3b": 8,
     "qwen3-235b-a22b": 8, "deepseek3-671b": 8,
@@ -69,7 +69,7 @@ def _dimensions(t: Translation, _: str) -> None:
 
 
 def _scale(t: Translation) -> None:
-    """Takes the factor of all dimensions: powers of 2 in turn for heads and MLP, for the width, and for the layers."""
+    """Takes the factor of all dimensions: powers of 2 go in turn to heads and MLP, width, and layers."""
     scale = t.number("global_parameter_scale") or 1.0
     if scale <= 1:
         return
@@ -97,7 +97,7 @@ def _no_family(t: Translation, word: str) -> None:
 
 
 def _pattern(t: Translation, word: str) -> None:
-    """Takes a block whose windows are a pattern of the layers that attention_type does not state there."""
+    """Takes a block with a fixed pattern of windows, which attention_type does not state in MaxText."""
     block = t.text(word)
     t.map(word, decoder_block=block, attention_type=FAMILIES[block].attention_type)
 
@@ -110,7 +110,7 @@ def _sinks(t: Translation, word: str) -> None:
 def _double_layers(t: Translation, _: str) -> None:
     stated = t.number("base_num_decoder_layers")
     pairs = float(t.settings.get("base_num_decoder_layers", "nan")) if stated is None else stated
-    if pairs.is_integer():  # the table of words refuses others
+    if pairs.is_integer():  # others are refused by the table of words
         why = "a layer there is two here, local and global"
         t.map("base_num_decoder_layers", why, base_num_decoder_layers=str(2 * int(pairs)))
 

@@ -22,8 +22,8 @@ from maxbatch.config.words import look_up
 from maxbatch.system.errors import ConfigError
 
 _BLOCK = "rl."
-_OF_BLOCK = ("eval_batch_size", "train_split", "eval_split")  # words that the table of words does not have
-_LENGTHS = ("num_batches", "num_iterations", "train_fraction", "num_epoch")  # whose product is the updates
+_OF_BLOCK = ("eval_batch_size", "train_split", "eval_split")  # words missing in the table of words
+_LENGTHS = ("num_batches", "num_iterations", "train_fraction", "num_epoch")  # their product is the number of updates
 
 
 def _is_rl(t: Translation, _: str) -> bool:
@@ -31,7 +31,7 @@ def _is_rl(t: Translation, _: str) -> bool:
 
 
 def _unblock(t: Translation, word: str) -> None:
-    """Takes a word below `rl` by its own name."""
+    """Takes a word below `rl` by its last name."""
     name = word.removeprefix(_BLOCK)
     if name in keys() or name in _OF_BLOCK or look_up(name, "maxtext"):
         t.rename(word, name)
@@ -47,7 +47,7 @@ def _pretraining(t: Translation, _: str) -> None:
 
 
 def _sampling_mesh(t: Translation, _: str) -> None:
-    """Takes the axis of experts of the mesh that samples with its tensor axis, which splits them too."""
+    """Takes the sampling mesh's expert axis as part of its tensor axis, which splits experts too."""
     tensor, expert = "rollout_tensor_parallelism", "rollout_expert_parallelism"
     sizes = [_number(t, name) for name in (tensor, expert) if name in t]
     product = -1 if -1 in sizes else math.prod(sizes)
@@ -80,7 +80,7 @@ def _held_out(t: Translation, word: str) -> None:
 
 
 def _files(t: Translation, _: str) -> None:
-    """Takes the data sets, by their names on the hub or by their files."""
+    """Takes the data sets, by hub names or by files."""
     subset = t.text("hf_subset") if "hf_subset" in t else ""
     sides = (
         ("dataset_name", "train_split", "dataset_path", "hf_train_files"),

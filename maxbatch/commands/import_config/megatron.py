@@ -1,4 +1,4 @@
-"""Arguments of Megatron-LM and configs of NeMo: the rules that their table names."""
+"""Rules of the table for Megatron-LM's arguments and NeMo's configs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import normal
 from maxbatch.config.words.convert import rampup_schedule, read_number
 
-# NeMo's names for words of Megatron-LM, by the last name of their path.
+# Megatron-LM's words by NeMo's, the last name of a path.
 _NEMO = {
     "max_steps": "train_iters", "gradient_clip_val": "clip_grad", "encoder_seq_length": "seq_length",
     "hidden_size": "hidden_size", "name": "optimizer", "val_check_interval": "eval_interval",
@@ -22,12 +22,12 @@ _NEMO = {
 _SCHEDULES = {"CosineAnnealing": "cosine", "cosine": "cosine", "constant": "constant", "linear": "linear", "WSD": "WSD",
               "WarmupDecay": "linear"}  # fmt: skip
 
-# What its balance loss is taken of: of a device's rows in a pass, for which a row is the nearest; of each row; of all.
+# Scope of its balance loss: a device's rows in a pass (nearest here: a row), each row, or all.
 _SCOPES = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": ""}
 
 
 def _nemo(t: Translation, _: str) -> None:
-    """Takes the paths of NeMo's as Megatron-LM's arguments."""
+    """Takes NeMo's paths as Megatron-LM's arguments."""
     for word in list(t.left()):
         if "." not in word or t.is_merged(word) or states_training(word):
             continue
@@ -42,7 +42,7 @@ def _nemo(t: Translation, _: str) -> None:
 def _batch(t: Translation, _: str) -> None:
     """Takes micro-batch, global batch and ramp.
 
-    A micro-batch there is one of the pipeline's. Here a pass holds one for each stage, and p counts rows of a device.
+    Its micro-batch is the pipeline's. Here a pass has one of them per stage, and p counts rows per device.
     """
     tensor, context = (int(t.number(word) or 1) for word in ("tensor_model_parallel_size", "context_parallel_size"))
     in_stage = tensor * context
@@ -70,7 +70,7 @@ def _batch(t: Translation, _: str) -> None:
         ours = " ".join(f"{left}:{right}" if left in ("0",) else f"{left}t:{right}" for left, _, right in words)
         t.map("step_batch_size_schedule", "thresholds in tokens", batch_size_schedule=ours)
         if batch:
-            t.ignore("global_batch_size", "the schedule says it")
+            t.ignore("global_batch_size", "the schedule states it")
     elif batch:
         t.map("global_batch_size", "kept on any number of devices", global_batch_size=batch)
     elif micro:
@@ -81,7 +81,7 @@ _LENGTHS = (("train_samples", "samples", "train_samples"), ("train_iters", "iter
 
 
 def _total(t: Translation) -> tuple[str, float] | None:
-    """Returns the unit of a run's length (iters or samples) and its number."""
+    """Returns the length of a run with its unit (iters or samples)."""
     return next(((unit, number) for word, unit, _ in _LENGTHS if (number := t.number(word))), None)
 
 
@@ -149,9 +149,9 @@ def _dimensions(t: Translation, _: str) -> None:
 
 
 def _family(t: Translation, _: str) -> None:
-    """Takes the experts, whose router is Mixtral's unless it normalises the scores of all experts first.
+    """Takes the experts; the router is Mixtral's, unless it normalises the scores of all experts first.
 
-    Each layer adds its losses there (`router.py`); here they are a mean over the layers.
+    Megatron-LM sums losses over layers (`router.py`); here they are a mean over the layers.
     """
     word = "num_experts" if "num_experts" in t else "num_moe_experts"
     is_first = t.is_true("moe_router_pre_softmax")

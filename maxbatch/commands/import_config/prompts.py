@@ -1,4 +1,4 @@
-"""What batches of prompts need in any framework: a chunk within a limit of rows, a length, rewards."""
+"""Batches of prompts in any framework: chunk, lengths, rewards, sampling."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ PROBABILITIES = "the ratio is of probabilities at temperature 1 here, of the sam
 
 
 def whole(t: Translation, word: str) -> int | None:
-    """Returns the value of a word as a number from 1 to _MOST, or None."""
+    """Returns a word's value as a whole number from 1 to _MOST, or None."""
     number = t.number(word)
     return int(number) if number is not None and 1 <= number <= _MOST and number.is_integer() else None
 
 
 def take_chunk(t: Translation, word: str, rows: int, shards: int, prompts: int, group: int) -> None:
-    """Takes a word as the pairs of a chunk: at most `rows` of each of the `shards` of a batch where groups stay whole.
+    """Takes a word as the pairs of a chunk: whole groups, at most `rows` per shard.
 
     Args:
       t: the words.
-      word: the one that states the rows.
-      rows: pairs of a shard in one pass there.
-      shards: parts that a batch is split into.
-      prompts: those of an update.
-      group: responses to each.
+      word: the word that states the rows.
+      rows: pairs per shard in one pass of the other program.
+      shards: parts of a batch.
+      prompts: prompts per update.
+      group: responses per prompt.
     """
     chunks = [divisor * group for divisor in divisors(prompts)]
     even = [pairs for pairs in chunks if pairs % shards == 0] or chunks
@@ -41,7 +41,7 @@ def take_chunk(t: Translation, word: str, rows: int, shards: int, prompts: int, 
 
 
 def take_target_length(t: Translation, prompt: str, response: str, why: str = "") -> None:
-    """Takes the bounds of a prompt and of a response, whose sum bounds a row."""
+    """Takes the bounds of a prompt and of a response; their sum bounds a row."""
     bounds = whole(t, prompt), whole(t, response)
     if bounds[0] is None or bounds[1] is None:
         for word, bound in zip((prompt, response), bounds, strict=True):
@@ -56,7 +56,7 @@ def take_target_length(t: Translation, prompt: str, response: str, why: str = ""
 
 
 def take_rewards(t: Translation, word: str, file: str, functions: Sequence[str], weights: Sequence[str] = ()) -> None:
-    """Takes the rewards, which are functions of the user's; `weights` are those of a sum, one for each."""
+    """Takes the rewards, functions of the user, with optional `weights`, one per function."""
     reward = f"{file}:{functions[0]}"
     if len(functions) > 1 or weights:
         pairs = zip(functions, weights or ["1"] * len(functions), strict=True)
@@ -66,7 +66,7 @@ def take_rewards(t: Translation, word: str, file: str, functions: Sequence[str],
 
 
 def take_sampling(t: Translation, temperature: str, top_k: str, top_p: str) -> None:
-    """Takes how tokens are drawn; -1 and null are all tokens."""
+    """Takes the sampling settings; -1 and null mean all tokens."""
     number = t.number(temperature)
     t.map(temperature, "" if number in (None, 1.0) else PROBABILITIES, decode_sampling_temperature=t.text(temperature))
     k = t.number(top_k)
@@ -75,6 +75,6 @@ def take_sampling(t: Translation, temperature: str, top_k: str, top_p: str) -> N
 
 
 def without_balance(t: Translation) -> None:
-    """Leaves out the loss of a preset's router, which reinforcement learning does not add."""
+    """Switches off the router losses of a preset; reinforcement learning has none."""
     if "model_name" in t.settings:
         t.settings["load_balance_loss_weight"] = "0"

@@ -1,4 +1,4 @@
-"""Files of other programs: their kinds, their text, and the words and values of YAML and JSON."""
+"""Files of other programs: kinds, text, and the words and values of YAML and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST_WORDS = 2_000
 
 
 def is_yaml(path: Path) -> bool:
-    """Returns whether a file is YAML or JSON by its name, or a mapping by its text."""
+    """Returns whether a file is YAML or JSON, by its name, or by a mapping in its text."""
     if path.suffix.lower() in (".yml", ".yaml", ".json"):
         return True
     if path.suffix.lower() in (".sh", ".bash"):
@@ -28,16 +28,16 @@ def is_yaml(path: Path) -> bool:
 
 
 def text_of(path: Path) -> str:
-    """Returns the text of a file; raises ConfigError for one that cannot be read or is larger than MOST_BYTES."""
+    """Reads a text file; raises ConfigError if it is unreadable or larger than MOST_BYTES."""
     with reading(shown_path(path)):
         return read_text(path, shown_path(path), MOST_BYTES).removeprefix("\ufeff").replace("\r\n", "\n")
 
 
 def read_yaml(path: Path) -> dict[str, Stated]:
-    """Returns the words of a YAML or JSON file; those of a nested mapping are joined by dots.
+    """Reads the words of a YAML or JSON file; nested names are joined by dots.
 
     Raises:
-      ConfigError: it cannot be read, is beyond a bound, or states a word twice with two values.
+      ConfigError: the file is unreadable, exceeds a bound, or states a word with two values.
     """
     node = compose(path)
     if node is None:
@@ -51,7 +51,7 @@ def read_yaml(path: Path) -> dict[str, Stated]:
 
 
 def state(found: dict[str, Stated], word: str, value: Stated, where: str) -> None:
-    """Adds a word to those found; raises ConfigError, which `where` begins, if that is one too many or one twice."""
+    """Adds a word to `found`; raises ConfigError, with `where` in front, for too many words or a repeated one."""
     if word in found and found[word] != value:
         raise _two_values(where, word, found[word], value)
     found[word] = value
@@ -66,7 +66,7 @@ def _two_values(where: str, word: str, *values: object) -> ConfigError:
 
 
 def renamed(words: Mapping[str, Stated], where: str) -> dict[str, Stated]:
-    """Returns the words with `_` for `-`; raises ConfigError if two of them become one with two values."""
+    """Replaces `-` by `_` in words; raises ConfigError if that gives a word two values."""
     found: dict[str, Stated] = {}
     for word, value in words.items():
         state(found, word.replace("-", "_"), value, where)
@@ -86,7 +86,7 @@ def _flat(node: yaml.MappingNode, where: str, prefix: str = "", merged: bool = F
 
 
 def _plain(node: yaml.Node, where: str) -> object:
-    """Returns a tree of nodes as dicts, lists and texts; no type is guessed."""
+    """Converts nodes to dicts, lists and texts, without guessing types."""
     refuse_tag(node, "a value", _line(where, node))
     if isinstance(node, yaml.MappingNode):
         return {name: _plain(value, where) for name, value in _pairs(node, where)}
@@ -96,7 +96,7 @@ def _plain(node: yaml.Node, where: str) -> object:
 
 
 def _pairs(node: yaml.MappingNode, where: str) -> Iterator[tuple[str, yaml.Node]]:
-    """Yields the keys and values of a mapping; raises ConfigError for a key that has two values."""
+    """Yields the keys and values of a mapping; raises ConfigError for a key with two values."""
     seen: dict[str, yaml.Node] = {}
     for name_node, value in node.value:
         if not isinstance(name_node, yaml.ScalarNode):

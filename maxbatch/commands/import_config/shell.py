@@ -1,4 +1,4 @@
-"""Shell recipes, flags and `key=value` lines as their words and values."""
+"""Words and values of shell recipes, flags and `key=value` lines."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _PYTHON = re.compile(r"python[\d.]*\b[^\n;&|]*<<-?\s*(['\"]?)(\w+)\1[^\n]*\n.*?^
 _OF_MAXTEXT = re.compile(r"(^|[./])(maxtext|tests)[./]", re.I)  # its modules, and its checks
 _PLACE = re.compile(r"(?<=[=/:\w\-\"'])<([A-Za-z\"][\w .|\"\-]*|)>")  # gs://<MY-BUCKET>, to be filled in
 _NOT_OF_NAME = re.compile(r"\W+")
-_PLACED = re.compile("\ue000(\\w+)\ue001")  # such a place, by its name, which is no variable's
+_PLACED = re.compile("\ue000(\\w+)\ue001")  # a place, with its name marked as no variable
 _ARRAY_VARIABLE = re.compile(r'"?\$\{(\w+)\[[@*]\]\}"?')
-_SUM = re.compile(r"\$\(\(([\w\s${}*+\-]{1,512})\)\)")  # of integers and variables; others stay as they are
+_SUM = re.compile(r"\$\(\(([\w\s${}*+\-]{1,512})\)\)")  # of integers and variables; others are kept
 _TERM = re.compile(r"\s*([*+\-]?)\s*(?:(\d{1,18})|\$?\{?([A-Za-z_]\w{0,63})\}?)\s*")
 _INTEGER = re.compile(r"[0-9]{1,18}")
 _QUOTED = r'"(?:\\.|[^"\\])*"|\'[^\']*\'|\\.'
 _QUOTE_OR_COMMENT = re.compile(rf"{_QUOTED}|(?:^|(?<=\s))#[^\n]*", re.M | re.S)
-# What parts a line: the end of a command, or a redirection with its target; not in quotes nor in a substitution.
+# Separators in a line: the end of a command, or a redirection with its target; not in quotes or substitutions.
 _WHOLE = rf"{_QUOTED}|\$?\(\((?:[^()]|\([^()]*\))*\)\)|\$\([^()]*\)|\$\{{[^{{}}]*\}}|`[^`]*`"
 _PARTS = re.compile(
     rf"(?P<whole>{_WHOLE})|(?P<to>(?:(?<!\S)\d+)?&?[<>]+[&|]?[ \t]*(?:{_WHOLE}|[^\s;&|<>])*)|(?P<end>[;&|]+)", re.S
@@ -38,30 +38,30 @@ _ASSIGNED = re.compile(_NAME + r"(.*)$")
 _SETTING = re.compile(r"^[-+]{0,2}[A-Za-z_][\w.\-]*=")
 _BRANCH = re.compile(r"\s*(if|elif|then|else|fi)(?!\S)\s*(.*)$", re.S)
 _TEST = re.compile(r"\[\[?\s+(.*?)\s+\]\]?\s*$", re.S)
-UNSET = re.compile(r"\$\{(\w+)\}")  # a word that is a variable, which the script does not set
+UNSET = re.compile(r"\$\{(\w+)\}")  # a variable that the script does not set
 _PROGRAM = re.compile(r"python|torchrun|deepspeed|accelerate|srun|\.yml|\.py|\.sh\b")
 _TRL = re.compile(r"\s*(?:\w+=\S+\s+)*trl\s+(?:dpo|grpo|sft)\s")  # its own command
 _LAUNCHERS = ("torch.distributed.launch", "torch.distributed.run", "accelerate.commands.launch")
-_MOST_EXPANDED = 2**20  # characters that all variables of a file become
-_MOST_CALLS = 4  # scripts that call one another
-_MOST_NESTED = 8  # defaults inside of defaults
+_MOST_EXPANDED = 2**20  # characters of all expanded variables in a file
+_MOST_CALLS = 4  # nested calls of scripts
+_MOST_NESTED = 8  # nested defaults
 _MOST_LINES = 20_000  # commands, empty ones included
-_MOST_OF_LINE = 2**16  # characters of a command, its variables put in
+_MOST_OF_LINE = 2**16  # characters of a command, variables expanded
 
 
 def read_line(path: Path, number: int | None = None) -> list[str]:
-    """Returns the words of the training command in a shell file, or of its loose settings.
+    """Reads the words of the training command in a shell file, or of loose settings.
 
-    Variables and arrays that the file sets, or that have a default, are put in. Without a command, lines of flags or of
+    Expands variables and arrays that the file sets or that have a default. Without a command, lines of flags or
     `key=value` are the settings.
 
     Args:
       path: the file.
-      number: which of its commands that train, from 1 on; None: the only one.
+      number: number of the training command, from 1; None: the only one.
 
     Raises:
-      ConfigError: several commands train with other settings and `number` is None, there is no such command, or the
-        file is larger than a bound.
+      ConfigError: several commands train with different settings and `number` is None, there is no such command, or the
+        file exceeds a bound.
     """
     script = _Script(path)
     commands = _training(script)
@@ -82,9 +82,9 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
 
 
 def launched_processes(path: Path, number: int | None = None) -> int | None:
-    """Returns the processes that the launcher of a command states, on all machines; None if it states none.
+    """Returns the processes on all machines according to a command's launcher; None if not stated.
 
-    The arguments are those of `read_line`, which has to accept them.
+    Arguments as in `read_line`, which must accept them.
     """
     commands = _training(_Script(path))
     if not commands:
@@ -100,35 +100,35 @@ def launched_processes(path: Path, number: int | None = None) -> int | None:
 
 
 def commands_of(path: Path) -> list[list[str]]:
-    """Returns the words of each command of a file that trains, as `--command` counts them."""
+    """Returns the words of each training command, in the order of `--command`."""
     return _training(_Script(path))
 
 
 def program_of(path: Path, number: int | None = None) -> str:
-    """Returns the module or the path that a command runs; "" without one. Arguments as of `read_line`."""
+    """Returns the module or the path that a command runs; "" without one. Arguments as in `read_line`."""
     commands = _training(_Script(path))
     return _program_of(commands[(number or 1) - 1]) if commands else ""
 
 
 def _training(script: _Script) -> list[list[str]]:
-    """Returns the commands of a script that say they train; if none does, all but MaxText's programs that do not."""
+    """Returns the commands recognised as training; if none, all but MaxText's other programs."""
     programs = ((words, _program_of(words)) for words in script.commands)
     able = [words for words, program in programs if "train" in program or not _OF_MAXTEXT.search(program)]
     return [words for words in able if any("train" in word for word in words)] or able
 
 
 class _Script:
-    """The commands and the loose settings of a shell file, its variables put in."""
+    """The commands and the loose settings of a shell file, with variables expanded."""
 
     def __init__(self, path: Path, arguments: Sequence[str] = (), depth: int = 0) -> None:
-        self.commands: list[list[str]] = []  # those with settings
+        self.commands: list[list[str]] = []  # commands with settings
         self.loose: list[str] = []
-        self.spaced = ""  # the first line with blanks around =, which is no setting of a shell
+        self.spaced = ""  # first line with blanks around =, invalid as a shell setting
         self._path, self._depth = path, depth
         self._variables = {str(i): text for i, text in enumerate(arguments, 1)}
-        self._expanded = 0  # characters so far
+        self._expanded = 0  # characters expanded so far
         self._outputs: set[str] = set()  # names of programs whose output is unknown
-        self._branches: list[tuple[bool | None, bool]] = []  # of each open if: whether it is taken, and one before was
+        self._branches: list[tuple[bool | None, bool]] = []  # per open `if`: is this branch taken, was an earlier one
         for number, line in enumerate(_lines(text_of(path))):
             if number == _MOST_LINES:
                 raise ConfigError(f"{shown_path(path)}: has more than {_MOST_LINES:,} commands, the most that are read")
@@ -156,7 +156,7 @@ class _Script:
                 self._assign(assigned)
 
     def _take_command(self, words: list[str], text: str) -> None:
-        """Keeps a command that may train, or those that it holds as a text: of `eval`, `bash -c` and `--command`."""
+        """Keeps a command that may train, or the commands nested in its text (`eval`, `bash -c`, `--command`)."""
         called = next((i for i, word in enumerate(words[:2]) if word.endswith((".sh", ".bash"))), None)
         if called is not None and self._depth < _MOST_CALLS:
             script = self._path.parent / Path(words[called]).name
@@ -170,7 +170,7 @@ class _Script:
                     self._take_command(inner, "")
             return
         if words[0] in ("echo", "printf"):
-            return  # it is shown, not run
+            return  # printed, not run
         has_settings = any(_SETTING.match(word) or word.startswith("--") for word in words)
         trains = any(re.search(r"train|\.yml|\.py|^trl$", word) or _OF_MAXTEXT.search(word) for word in words)
         if has_settings and trains and "install" not in words[:5]:
@@ -186,7 +186,7 @@ class _Script:
         except ValueError:
             if _PROGRAM.search(line) or re.match(r"\s*(--|[\w.\-]+=)", line):
                 raise ConfigError(f"{shown_path(self._path)}: a quote has no end: {shown(line.strip())}") from None
-            return []  # no setting of a training command
+            return []  # not a training command
 
     def _assign(self, assigned: re.Match[str]) -> None:
         name, plus, text = assigned.groups()
@@ -194,7 +194,7 @@ class _Script:
         self._variables[name] = f"{self._variables.get(name, '')} {value}" if plus else value
 
     def _expand(self, text: str) -> str:
-        """Returns a line with the values of variables; one without a value becomes ${NAME}, as does $(name ...)."""
+        """Expands the variables of a line; an unset one and $(name ...) become ${NAME}."""
 
         def counted(value: str) -> str:
             self._expanded += len(value)
@@ -210,7 +210,7 @@ class _Script:
             while found := _VARIABLE.search(text, at):
                 name, end, word = found[1] or found[2], found.end(), ""
                 if found[2] and found.start() not in closings:
-                    parts.append(text[at:end])  # which has no end
+                    parts.append(text[at:end])  # unterminated
                     at = end
                     continue
                 if found[2]:
@@ -218,7 +218,7 @@ class _Script:
                     word, end = text[end:closing], closing + 1
                 value = self._variables.get(name)
                 if value == "" and found[3]:
-                    value = None  # a colon takes an empty one as unset
+                    value = None  # with a colon, empty counts as unset
                 if found[4] == "+":
                     value = "" if value is None else put_in(word, depth + 1)
                 elif value is None and found[4] in ("-", "="):
@@ -240,9 +240,9 @@ class _Script:
         return _OUTPUT.sub(output, text)
 
     def _sum(self, found: re.Match[str]) -> str:
-        """Returns a sum of products of integers, by themselves or as variables, that a shell's 64 bits hold.
+        """Evaluates a sum of products of integers and variables within a shell's 64 bits.
 
-        What has others stays as it is, but for its blanks.
+        Other expressions are kept, without blanks.
         """
         terms, at, sign = [0], 0, 1
         unread = re.sub(r"\s", "", found[0])
@@ -261,7 +261,7 @@ class _Script:
         return str(total) if abs(total) < 2**63 else unread
 
     def _taken(self, line: str) -> str:
-        """Returns what of a line is read: nothing in a branch of an `if` that a shell does not take."""
+        """Returns the line, or nothing in a branch of an `if` that the shell skips."""
         found = _BRANCH.match(line)
         if found is None:
             return line if all(branch is not False for branch, _ in self._branches) else ""
@@ -269,7 +269,7 @@ class _Script:
         if word == "if":
             self._branches.append((None, False))
         if not self._branches:
-            return line  # text that is no branch
+            return line  # not a branch
         _, is_done = self._branches[-1]
         if word in ("if", "elif", "else"):
             branch = False if is_done else True if word == "else" else self._holds(rest)
@@ -280,7 +280,7 @@ class _Script:
         return "" if is_test or any(branch is False for branch, _ in self._branches) else rest
 
     def _holds(self, condition: str) -> bool | None:
-        """Returns whether a comparison of texts holds, where variables that are not set are empty; None for others."""
+        """Evaluates a comparison of texts, with unset variables empty; None for other conditions."""
         test = _TEST.match(condition)
         if test is None or "$(" in condition or "`" in condition:
             return None
@@ -297,7 +297,7 @@ class _Script:
 
 
 def _closings(text: str) -> dict[int, int]:
-    """Returns where the brace is that closes each `${`."""
+    """Returns the position of the closing brace, by each `${`."""
     found: dict[int, int] = {}
     opened: list[int] = []
     for brace in re.finditer(r"\$\{|\}", text):
@@ -309,20 +309,19 @@ def _closings(text: str) -> dict[int, int]:
 
 
 def _named(word: str) -> str:
-    """Returns a word whose places to fill in are `${NAME}`."""
+    """Replaces the placeholders of a word by `${NAME}`."""
     return _PLACED.sub(r"${\1}", word)
 
 
 def _of_run(words: list[str]) -> list[str]:
-    """Returns the words of a command without those that only say which machine it is compiled for."""
+    """Returns the words of a command without the target machine of a compilation."""
     return [word for word in words if not word.lstrip("-").startswith("compile_topology")]
 
 
 def _lines(text: str) -> Iterator[str]:
     """Yields the commands of a script, without comments and redirections.
 
-    What a backslash, a quote or an array continues is one line. A line is as many commands as `;`, `&&`, `||`, `|` and
-    `&` part it into.
+    Backslashes, quotes and arrays continue a line; `;`, `&&`, `||`, `|` and `&` separate commands.
     """
 
     def joined(found: re.Match[str]) -> str:
@@ -339,7 +338,7 @@ def _lines(text: str) -> Iterator[str]:
 
 
 def _nested(words: list[str], text: str) -> str | None:
-    """Returns the text that a command runs as a script, or None."""
+    """Returns the script text inside a command, or None."""
     if words[0] == "eval":
         return text.strip().removeprefix("eval") or " ".join(words[1:])
     for i, word in enumerate(words[:-1]):
@@ -354,7 +353,7 @@ def _program_of(words: list[str]) -> str:
 
 
 def arguments_of(words: list[str]) -> list[str]:
-    """Returns the words after the program: without its environment and its launcher's flags."""
+    """Returns the words after the program, without environment and launcher flags."""
     programs = [
         i for i, word in enumerate(words)
         if word not in _LAUNCHERS and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module", "trl"))
@@ -368,10 +367,10 @@ def _unquoted(text: str) -> str:
 
 
 def settings_of(words: list[str], where: str) -> dict[str, Stated]:
-    """Returns `key=value` words and flags with their values; a flag without one is true.
+    """Returns `key=value` words and flags with their values; a bare flag is true.
 
     Raises:
-      ConfigError: one of them has two values; `where` begins the message.
+      ConfigError: a word has two values; `where` begins the message.
     """
     found: dict[str, Stated] = {}
     at = 0
@@ -394,10 +393,10 @@ def settings_of(words: list[str], where: str) -> dict[str, Stated]:
 
 
 def config_file_of(words: list[str]) -> str | None:
-    """Returns the YAML file that a command names, if it does."""
+    """Returns the YAML file named by a command, or None."""
     return next(filter(is_config_file, words), None)
 
 
 def is_config_file(word: str) -> bool:
-    """Returns whether a word of a command is a YAML file."""
+    """Returns whether a word names a YAML file."""
     return re.search(r"\.ya?ml$", word) is not None and "=" not in word

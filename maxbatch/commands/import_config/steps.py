@@ -1,4 +1,4 @@
-"""Tokenizers, models and checkpoints, with the step that each needs before it works."""
+"""Tokenizers, data sets, models and checkpoints, with the user's step that each needs."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def take_tokenizer(t: Translation, word: str, path: str) -> None:
 
 
 def take_dataset(t: Translation, step: str, settings: Mapping[str, str]) -> None:
-    """Takes TRL's `dataset_name`, a data set of the hub or a path, with its config and its split.
+    """Takes TRL's `dataset_name`, a hub data set or a path, with its config and split.
 
     Args:
       t: the words.
-      step: what its records have to be.
-      settings: of ours, beside the path; the path is that of a data set that is not named.
+      step: the required form of its records.
+      settings: our settings, beside the path; the path if no data set is named.
     """
     name, ours = t.text("dataset_name"), dict(settings)
     if is_hub_name(name):
@@ -45,7 +45,7 @@ def take_dataset(t: Translation, step: str, settings: Mapping[str, str]) -> None
 
 
 def take_parameters(t: Translation, word: str, path: str) -> None:
-    """Takes a word as the model, by its folder or its name on the hub, that training starts from."""
+    """Takes a word as the initial model, a folder or a hub name."""
     model = _preset_of(path)
     if os.path.isfile(f"{path}/config.json"):
         t.map(word, load_parameters_path=path, model_name="auto")
@@ -59,7 +59,7 @@ def take_parameters(t: Translation, word: str, path: str) -> None:
 
 
 def _preset_of(path: str) -> str | None:
-    """Returns our preset that a model on the hub has the form of, by its name, or None."""
+    """Returns our preset for a hub model's name, or None."""
     name = path.rpartition("/")[2]
     while _OF_A_CHAT.search(name):
         name = _OF_A_CHAT.sub("", name)
@@ -73,12 +73,12 @@ def _plain(name: str) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Returns a text as a word of a shell, in which its variables keep their meaning."""
+    """Quotes a text for a shell, so that its variables still expand."""
     return f'"{text}"' if re.fullmatch(r"[^\"`\\!]*\$\{?\w[^\"`\\!]*", text) and "$(" not in text else shlex.quote(text)
 
 
 def take_orbax(t: Translation, word: str) -> None:
-    """Takes a checkpoint of MaxText's, by its converter to a Hugging Face folder."""
+    """Takes a MaxText checkpoint, through MaxText's converter to a Hugging Face folder."""
     path = t.text(word)
     if os.path.isfile(f"{path}/config.json"):
         t.map(word, **{word: path})

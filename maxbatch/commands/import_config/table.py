@@ -1,28 +1,28 @@
-"""The tables of the formats: words of another program, what each is here, and when.
+"""The tables of the formats: another program's words, their counterparts here, and conditions.
 
-A table is `FORMAT.txt`. Its section `defaults` has the other program's defaults, `signs` the words that a file is
-recognised by, and `words` the rows, in the order in which the words are taken:
+A table is `FORMAT.txt`. Its section `defaults` has the other program's defaults, `signs` the words that identify a
+file, and `words` the rows, in the order in which words are taken:
 
     words | when | here | why
 
-    words  joined by commas; * matches any text of the words that are not taken yet; none: the row is of no word
+    words  joined by commas; * matches any text in the words not taken yet; empty: a row without a word
     when   terms joined by `and`; empty: the file states the word. A term is [NAME] TEST, or :CONDITION, a function
-           stated, unstated       stated other than as nothing, or not
+           stated, unstated       stated with a non-empty value, or not
            written, any           stated or a default; always
-           is A, B; not A, B      the value is (not) one of these; `empty` is none
-           = N, < N, > N, >= N    the value is such a number
-    here   KEY, KEY=VALUE ...     settings of ours; {} is the word's value, {NAME} that of another word, {bool}, {not}
-                                  and {int} are the value as a switch, as its opposite and as a whole number
-           ? KEY=VALUE ...        settings that work after the step of the user's that `why` gives
-           -                      ignored: it changes nothing that is trained
+           is A, B; not A, B      the value is (not) one of these; `empty`: no value
+           = N, < N, > N, >= N    the value as a number
+    here   KEY, KEY=VALUE ...     settings of ours; {} is the word's value, {NAME} another word's value; {bool}, {not}
+                                  and {int}: the value as a switch, the opposite switch, a whole number
+           ? KEY=VALUE ...        settings that need a step by the user, which `why` gives
+           -                      ignored: no effect on training
            !, !!                  not supported; !!: it states the batch, the length, the data or the model
-           only A, B; only!! A    ignored at these values, which are so here; else not supported
+           only A, B; only!! A    ignored at these values, our behaviour; else not supported
            > NAME                 another name of a word
            assume WORD=VALUE ...  further defaults of the other program
-           @NAME ...              sections of the table, or functions, that take the word
+           @NAME ...              sections of the table or functions that take the word
 
 Consecutive rows of the same word, of patterns and of no word are alternatives: a word takes the first row that
-holds. An empty line parts them. A word is taken once; words in no row are taken by the table of words
+holds. An empty line separates them. A word is taken once; words in no row are taken by the table of words
 (`maxbatch/config/words/words.txt`).
 """
 
@@ -62,11 +62,11 @@ class Row(NamedTuple):
 
 
 class Format:
-    """A format: its table, and the functions that the table names.
+    """A format: a table, and the functions named in it.
 
     Attributes:
-      defaults: the other program's, by word.
-      signs: words that a file is recognised by.
+      defaults: the other program's defaults, by word.
+      signs: words that identify its files.
       equation: returns the batch as an equation in their words and in ours.
     """
 
@@ -74,7 +74,7 @@ class Format:
         self, name: str, equation: Equation,
         rules: Mapping[str, Rule], conditions: Mapping[str, Condition] | None = None, parent: Format | None = None,
     ) -> None:  # fmt: skip
-        """Reads a table; sections, functions and defaults that it lacks are those of its parent."""
+        """Reads a table; missing sections, functions and defaults are its parent's."""
         self.equation = equation
         self.rules: dict[str, Rule] = {**(parent.rules if parent else {}), **rules}
         self.conditions: dict[str, Condition] = {
@@ -129,7 +129,7 @@ class Format:
                     self.translate(t, name)
         elif kind.startswith("only"):
             if t.text(word).lower() in rest.replace("empty", "").split(", "):
-                t.ignore(word, f"{shown(t.text(word)) or 'empty'}: that is so here")
+                t.ignore(word, f"{shown(t.text(word)) or 'empty'}: our behaviour")
             else:
                 t.refuse(word, why, is_essential=kind.endswith("!!"))
         elif kind == "-":
@@ -149,7 +149,7 @@ class Format:
 
 
 def _words_of(block: list[Row], t: Translation) -> Iterator[str]:
-    """Yields the words that a block of rows takes, in its order: of each pattern, those that are not taken yet."""
+    """Yields the words that a block of rows takes, in order; a pattern takes only remaining words."""
     patterns = [name for row in block for name in row.words if "*" in name]
     seen = set[str]()
     for row in block:
@@ -175,7 +175,7 @@ def _is_one(t: Translation, name: str, values: list[str]) -> bool:
 
 
 def _filled(t: Translation, word: str, here: str) -> dict[str, str]:
-    """Returns the settings of a cell, with the values of words in their places."""
+    """Fills a cell's settings with the values of words."""
 
     def value(found: re.Match[str]) -> str:
         name = found[1]
@@ -188,19 +188,19 @@ def _filled(t: Translation, word: str, here: str) -> dict[str, str]:
 
 
 def sections(text: str) -> Iterator[tuple[str, str]]:
-    """Yields the names and the lines of a table's sections."""
+    """Yields the name and the lines of each section."""
     for section in re.split(r"^\[", re.sub(r"^#[^\n]*\n", "", text, flags=re.M), flags=re.M)[1:]:
         name, _, lines = section.partition("]\n")
         yield name, lines.strip()
 
 
 def settings(text: str) -> dict[str, str]:
-    """Returns the values of `WORD=VALUE ...`; a value with blanks is in quotes."""
+    """Parses `WORD=VALUE ...`; values with blanks are quoted."""
     return {name: value.strip("'") for name, value in re.findall(r"(\S+?)=('[^']*'|\S*)", text)}
 
 
 def _blocks(text: str) -> list[list[Row]]:
-    """Returns the rows of a section, alternatives together."""
+    """Groups the rows of a section into blocks of alternatives."""
     blocks: list[list[Row]] = []
     is_next = False
     for line in text.strip().split("\n"):

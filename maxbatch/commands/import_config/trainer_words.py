@@ -1,4 +1,4 @@
-"""Rules that the tables of several trainers name: length, rates, optimizer, seeds, LoRA, times to evaluate."""
+"""Rules shared by the tables of several trainers: length, rates, optimizer, seeds, LoRA, evals."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _TARGETS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "ou
 
 
 def steps_of(t: Translation) -> float | None:
-    """Returns the updates of a run, if they are stated."""
+    """Returns the updates of a run, or None."""
     number = t.number("max_steps")
     return number if number is not None and number > 0 else None
 
@@ -26,17 +26,17 @@ def length(t: Translation, epochs: str) -> None:
     if steps_of(t) is not None:
         t.map("max_steps", steps=t.text("max_steps"))
         if epochs in t:
-            t.ignore(epochs, "max_steps says the length")
+            t.ignore(epochs, "max_steps is the length")
         else:
             t.drop(epochs)
         return
     if "max_steps" in t:
-        t.ignore("max_steps", "the epochs say the length")
+        t.ignore("max_steps", "the epochs are the length")
     t.map(epochs, num_epochs=t.text(epochs))
 
 
 def rates(t: Translation, word: str, steps: float | None, whole: Callable[[float], int]) -> None:
-    """Takes the schedule of the learning rate and its warmup, whose share of the steps `whole` rounds there."""
+    """Takes the learning-rate schedule and its warmup; `whole` rounds the warmup to steps as the other program does."""
     kind = t.text(word).lower()
     warmup = _warmup(t, steps, whole)
     schedule = {
@@ -65,7 +65,7 @@ def _warmup(t: Translation, steps: float | None, whole: Callable[[float], int]) 
         share = min(1.0, updates / steps)
         t.map("warmup_steps", "warmup steps / steps", warmup_steps_fraction=f"{share:.12g}")
         if "warmup_ratio" in t:
-            t.ignore("warmup_ratio", "warmup_steps says it")
+            t.ignore("warmup_ratio", "warmup_steps states it")
         else:
             t.drop("warmup_ratio")
         return share
@@ -85,7 +85,7 @@ def _warmup(t: Translation, steps: float | None, whole: Callable[[float], int]) 
 
 
 def optimizer(t: Translation, word: str) -> None:
-    """Takes the name of an optimizer: adamw_torch_fused and its like are adamw."""
+    """Takes an optimizer's name; variants such as adamw_torch_fused are adamw."""
     name = t.text(word).lower()
     if not name:
         return
@@ -107,26 +107,26 @@ def betas(t: Translation, word: str) -> None:
 
 
 def seeds(t: Translation, word: str) -> None:
-    """Takes the seed of the parameters and of the data's order; Hugging Face's data may have one of their own."""
+    """Takes the seed of parameters and data order; Hugging Face has an optional data seed."""
     seed = t.text(word)
     data = t.text("data_seed") if t.framework in ("hf", "trl") and "data_seed" in t else seed
     t.map(word, init_weights_seed=seed, data_shuffle_seed=data)
 
 
 def _evaluation(t: Translation, word: str) -> None:
-    """Takes when it evaluates, which changes nothing that is trained."""
+    """Takes the period of evals, which does not affect training."""
     strategy = t.text("eval_strategy")
     if strategy == "steps" or (not strategy and "eval_steps" in t):
         period = t.number("eval_steps") or t.number("logging_steps") or 1
         t.map("eval_strategy" if strategy else "eval_steps", eval_interval=str(max(1, int(period))))
     elif strategy:
-        t.map("eval_strategy", "" if strategy == "no" else "eval_interval says when", eval_interval="-1")
+        t.map("eval_strategy", "" if strategy == "no" else "evals run every eval_interval updates", eval_interval="-1")
 
 
 def _targets(t: Translation, _: str) -> None:
-    """Takes the modules that have adapters."""
+    """Takes the modules with adapters."""
     names = t.items("lora_target_modules")
-    t.settings["lora_targets"] = "query,value"  # PEFT's where no module is stated
+    t.settings["lora_targets"] = "query,value"  # PEFT's default
     if t.is_true("lora_target_linear") or names == ["all-linear"]:
         for word in ("lora_target_linear", "lora_target_modules"):
             if word in t:
@@ -139,7 +139,7 @@ def _targets(t: Translation, _: str) -> None:
 
 
 def per_device_equation(p: str, g: str) -> Equation:
-    """Returns the equation of a batch that is stated by rows per device (`p`) and passes (`g`)."""
+    """Returns the equation of a batch stated by rows per device (`p`) and passes (`g`)."""
 
     def equation(t: Translation) -> tuple[str, str]:
         rows, steps = t.settings.get("per_device_batch_size", "?"), t.settings.get("gradient_accumulation_steps")

@@ -1,7 +1,7 @@
 """The translation of another program's config: the fate of each of its words, and our config.
 
-A format (`maxtext`, `hf`, ...) takes the words whose values need more than another name. The table of words
-(`maxbatch.config.words`) covers the rest; a word that is not in it is not supported.
+A format (`maxtext`, `hf`, ...) takes the words that need more than another name. The table of words
+(`maxbatch.config.words`) covers the rest; words missing there are not supported.
 """
 
 from __future__ import annotations
@@ -18,51 +18,51 @@ from maxbatch.config.values import shown
 from maxbatch.config.words import Word, look_up
 from maxbatch.system.errors import ConfigError
 
-Stated = str | list[object]  # a value as it is written, or a list
+Stated = str | list[object]  # a value as written, or a list
 
-BESIDE = {"megatron": "nemo", "trl": "hf"}  # whose words are read with those of a framework
+BESIDE = {"megatron": "nemo", "trl": "hf"}  # frameworks whose words are read together
 MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
-# At these values a word that is not supported has no effect.
+# Values at which an unsupported word has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
-# Words that state adapters or another objective; MaxText's q_lora_rank and its like are of latent attention.
+# Words of adapters or another objective; MaxText's q_lora_rank and similar belong to latent attention.
 _OBJECTIVE = re.compile(
     r"(^|\.|enable_|use_)q?lora([._]|$)|(^|[._])(peft|dpo|orpo|kto|grpo|ppo|rlhf|distill\w*|teacher\w*)([._]|$)"
 )
-_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # of a shell, where no file sets it
-_OF_MODEL = "the file of the model that is named goes first there"
+_VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # of a shell, not set in a file
+_OF_MODEL = "the named model's file overrides it in MaxText"
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
 
 class Merged(str):
-    """A value that YAML's `<<` has put into another mapping as well."""
+    """A value that YAML's `<<` also copies into another mapping."""
 
 
 class Displaced(str):
-    """A value that counts for nothing, since the file of the model that is named goes first."""
+    """A value overridden by the named model's file."""
 
 
 class NameOfFile(str):
-    """A name whose file has been read: the words of the file are among the others."""
+    """The name of a file whose words are already included."""
 
 
 class Fate(NamedTuple):
-    """What became of a word."""
+    """The fate of a word."""
 
     word: str
     value: str
-    fate: str  # MAPPED, NEEDS_YOU (mapped, and works after the step that `says` gives), IGNORED or UNSUPPORTED
-    says: str  # the result of the mapping, why it is ignored, or the missing feature
-    is_essential: bool = False  # if not supported: whether another batch, length, data or model is trained without it
+    fate: str  # MAPPED, NEEDS_YOU (mapped; works after the step in `says`), IGNORED or UNSUPPORTED
+    says: str  # the result, the reason to ignore it, or the missing feature
+    is_essential: bool = False  # unsupported: whether the batch, length, data or model depends on it
 
 
 class Translation:
-    """The words of a file; a format takes those that it knows.
+    """The words of a file, taken one by one by a format.
 
     Attributes:
       settings: our config, as texts.
-      devices: those that the other program runs on, if they are stated.
-      updates: those of a batch of prompts, 1 where they are not known.
-      fates: what became of the words.
+      devices: the other program's devices, if stated.
+      updates: updates per batch of prompts; 1 if unknown.
+      fates: the fates of the words.
     """
 
     def __init__(
@@ -77,21 +77,21 @@ class Translation:
         self._defaults = dict(defaults)
         self._left = dict.fromkeys([*self._stated, *defaults])
         self._taken = set[str]()
-        self._words: dict[str, str] = {}  # the word that each of our settings was mapped from
-        self._written: dict[str, str] = {}  # words that are taken as others, as the file writes them
+        self._words: dict[str, str] = {}  # the source word of each of our settings
+        self._written: dict[str, str] = {}  # spellings in the file of renamed words
         self._is_default: Callable[[str, Stated], bool] = lambda word, value: False
 
     def __contains__(self, word: str) -> bool:
-        """Returns whether the file states the word, other than as nothing."""
+        """Returns whether the file states the word with a non-empty value."""
         return word in self._stated and self.text(word).lower() not in ("", "null", "none", "~")
 
     def text(self, word: str, default: str = "") -> str:
-        """Returns the value of a word as text: as stated, else the other program's default."""
+        """Returns the value of a word as text: stated, or the other program's default."""
         value = self._stated.get(word, self._defaults.get(word, default))
         return value.strip() if isinstance(value, str) else json.dumps(value)
 
     def items(self, word: str) -> list[str]:
-        """Returns the items of a list; of a text, itself."""
+        """Returns the items of a list, or a text as one item."""
         value = self._stated.get(word, self._defaults.get(word, ""))
         return [str(item) for item in value] if isinstance(value, list) else [value] if value else []
 
@@ -104,21 +104,21 @@ class Translation:
         return number if math.isfinite(number) else None
 
     def mappings(self, word: str) -> list[dict[str, str]]:
-        """Returns the items of a list of mappings; none if it holds anything else."""
+        """Returns the items of a list of mappings; empty for other values."""
         value = self._stated.get(word, [])
         items = value if isinstance(value, list) else []
         return [item for item in items if isinstance(item, dict)] if all(isinstance(i, dict) for i in items) else []
 
     def left(self) -> list[str]:
-        """Returns the words that are not taken yet."""
+        """Returns the words not taken yet."""
         return list(self._left)
 
     def is_left(self, word: str) -> bool:
-        """Returns whether a word is not taken yet."""
+        """Returns whether a word is still to be taken."""
         return word in self._left
 
     def states_below(self, *blocks: str) -> bool:
-        """Returns whether the file states words of blocks."""
+        """Returns whether the file states words in these blocks."""
         return any(word.startswith(blocks) for word in self._stated)
 
     def is_taken(self, word: str) -> bool:
@@ -126,12 +126,12 @@ class Translation:
         return word in self._taken
 
     def assume(self, defaults: Mapping[str, str]) -> None:
-        """Takes further defaults of the other program, above those that it has."""
+        """Adds defaults of the other program, over existing ones."""
         self._defaults |= defaults
         self._left |= dict.fromkeys(name for name in defaults if name not in self._left)
 
     def rename(self, word: str, name: str) -> None:
-        """Takes a word as another one of the same framework; where that one has another value, neither is supported."""
+        """Takes a word as a synonym; if the synonym has another value, neither is supported."""
         if name in self and self._stated[name] != self._stated[word]:
             other = self._written.get(name, name)
             self.refuse(word, f"{other} is {shown(self.text(name), 40)}", is_essential=_may_state_run(name))
@@ -141,34 +141,34 @@ class Translation:
         self._left = dict.fromkeys(name if left == word else left for left in self._left if left != name)
 
     def excuse(self, is_default: Callable[[str, Stated], bool]) -> None:
-        """Takes words at the other program's defaults, where they have no counterpart, as if they were not stated."""
+        """Treats words without a counterpart as unstated if they have the other program's defaults."""
         self._is_default = is_default
 
     def is_merged(self, word: str) -> bool:
-        """Returns whether the file only defines a word there, for `<<`, and states it elsewhere."""
+        """Returns whether the word is only an anchor for `<<`, stated elsewhere."""
         last = word.rpartition(".")[2]
         others = (other for other in self._stated if other != word and other.rpartition(".")[2] == last)
         return "." in word and isinstance(self._stated.get(word), Merged) and any(others)
 
     def is_read(self, word: str) -> bool:
-        """Returns whether a word names a file whose words are among the others."""
+        """Returns whether a word names a file whose words are included."""
         return isinstance(self._stated.get(word), NameOfFile)
 
     def drop(self, word: str) -> None:
-        """Takes a default that does not apply."""
+        """Drops a default that does not apply."""
         if word in self._left and word not in self._stated:
             del self._left[word]
 
     def is_true(self, word: str) -> bool:
-        """Returns whether a switch is on."""
+        """Returns whether a word is true."""
         return self.text(word).lower() in ("true", "1", "yes", "on")
 
     def map(self, word: str, why: str = "", **settings: str) -> None:
-        """Takes a word as these settings of ours; one that our keys refuse is not supported."""
+        """Maps a word to settings of ours; values that our keys refuse are not supported."""
         self._settle(word, MAPPED, why, settings)
 
     def need(self, word: str, step: str, **settings: str) -> None:
-        """Takes a word as these settings of ours, which work after a step of the user's."""
+        """Maps a word to settings of ours that need a step by the user."""
         self._settle(word, NEEDS_YOU, step, settings)
 
     def _settle(self, word: str, fate: str, why: str, settings: Mapping[str, str]) -> None:
@@ -186,35 +186,35 @@ class Translation:
         self._tell(word, fate, ": ".join(text for text in (said, why) if text))
 
     def ignore(self, word: str, why: str) -> None:
-        """Takes a word that changes nothing that is trained."""
+        """Ignores a word without effect on training."""
         self._tell(word, IGNORED, why)
 
     def _lack(self, word: str, why: str, is_essential: bool = False) -> None:
-        """Refuses a word for which there is no counterpart, unless it is stated at its default."""
+        """Refuses a word without a counterpart, unless it has its default."""
         if word in self._stated and self._is_default(word, self._stated[word]):
             self.ignore(word, f"MaxText's default; at others: {why}")
         else:
             self.refuse(word, why, is_essential)
 
     def refuse(self, word: str, why: str, is_essential: bool = False) -> None:
-        """Takes a word that has no counterpart and would change training; an essential one is never left out."""
+        """Refuses a word without a counterpart that affects training; essential ones are never skipped."""
         if unset := _unset([*self.items(word), why]):
             rest = "" if _VARIABLE.search(why) else f"; {why}"
             why = f"the file does not set {unset}: put a line with its value before the command{rest}"
         self._tell(word, UNSUPPORTED, why, is_essential)
 
     def finish(self) -> None:
-        """Takes all remaining words by the table of words."""
+        """Takes the remaining words by the table of words."""
         for word in list(self._left):
             self._by_table(word)
         while fault := _fault(self.settings):
             name = fault.partition("=")[0]
             if name not in self._words:
-                return  # values that exclude each other: which of their words is unsupported is unknown
+                return  # values exclude each other, and the unsupported word is unknown
             self._take_back(self._words[name], fault)
 
     def _take_back(self, word: str, fault: str) -> None:
-        """Turns a word that was mapped into one that is not supported, since a rule of ours refuses its value."""
+        """Marks a mapped word as not supported, because a rule of ours refuses its value."""
         names = [name for name, source in self._words.items() if source == word]
         for name in names:
             del self._words[name], self.settings[name]
@@ -224,14 +224,14 @@ class Translation:
     def _by_table(self, word: str) -> None:
         value, row = self.text(word), self._row(word)
         if row is not None and row.is_same and word not in self._stated and row.keys[0] in self.settings:
-            del self._left[word]  # a default, of what another word states
+            del self._left[word]  # a default; another word states the same
             return
         if self.is_merged(word):
             self.ignore(word, "<< states it elsewhere")
             return
         name = word.rpartition(".")[2]
         if "." in word and self.framework != "maxtext" and states_training(word) and not _says_nothing(name, value):
-            self.refuse(word, "it is of adapters or of another objective, which are not read", is_essential=True)
+            self.refuse(word, "configures adapters or another objective; not imported", is_essential=True)
             return
         is_ours = self.framework == "maxtext" and word in keys() and keys()[word].maxtext_name == word
         if is_ours and (row is None or row.word != word or row.here[0] == "!"):
@@ -244,15 +244,15 @@ class Translation:
         elif row.is_ignored:
             self.ignore(word, row.why)
         elif _says_nothing(name, value):
-            self.ignore(word, f"{shown(value) or 'empty'} says nothing")
+            self.ignore(word, f"{shown(value) or 'empty'} has no effect")
         else:
-            is_schedule = name.startswith(("lr_", "learning_rate"))  # whose length is a key's as well
+            is_schedule = name.startswith(("lr_", "learning_rate"))  # a key states their length too
             is_essential = row.changes_data or any(_states_run(key) for key in row.keys if not is_schedule)
             is_essential = is_essential or states_training(word)
             self._lack(word, row.why, is_essential)
 
     def _map_same(self, word: str, key: str, value: str) -> None:
-        """Takes a word as one key of ours, unless another word that the file states gave it another value."""
+        """Maps a word to a key, unless another word set that key differently."""
         other = self._words.get(key, word)
         if other != word and other in self._stated and not _is_equal(key, value, self.settings[key]):
             why = f"{self._written.get(other, other)} says {key}={shown(self.settings[key], 40)}"
@@ -290,12 +290,12 @@ class Translation:
 
 
 def _unset(texts: Iterable[str]) -> str:
-    """Returns the variables of a shell that are left in texts, since their script does not set them."""
+    """Returns the shell variables in texts that the script does not set."""
     return ", ".join(dict.fromkeys(name for text in texts for name in _VARIABLE.findall(text)))
 
 
 def _fault(settings: Mapping[str, str]) -> str:
-    """Returns the error of our config, "" if there is none."""
+    """Returns the error of our config, or ""."""
     try:
         load_config(overrides=[f"{name}={text}" for name, text in settings.items()])
     except ConfigError as error:
@@ -315,12 +315,12 @@ def _is_equal(key: str, left: str, right: str) -> bool:
 
 
 def states_training(word: str) -> bool:
-    """Returns whether a word states what is trained: adapters, or another objective."""
+    """Returns whether a word states adapters or another objective."""
     return _OBJECTIVE.search(word.lower()) is not None
 
 
 def _may_state_run(name: str) -> bool:
-    """Returns whether a name, below an unknown one, is a key of ours, or such a word of any framework."""
+    """Returns whether a nested name states the run, as our key or as any framework's word."""
     row = look_up(name)
     return name in keys() or (row is not None and (row.changes_data or any(_states_run(key) for key in row.keys)))
 

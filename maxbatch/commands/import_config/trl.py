@@ -1,4 +1,4 @@
-"""TRL's GRPOConfig: the rules of its table on the batch of completions, the lengths and the rewards."""
+"""Rules of the table for TRL's GRPOConfig: batch of completions, lengths and rewards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_p
 
 
 def is_of_responses(words: Container[str]) -> bool:
-    """Returns whether words of the Trainer's are those of GRPOConfig."""
+    """Returns whether the words are GRPOConfig's."""
     return any(word in words for word in _OF_RESPONSES)
 
 
@@ -34,7 +34,7 @@ def _processes(t: Translation, word: str) -> None:
 
 
 def _sizes(t: Translation) -> Mapping[str, int] | None:
-    """Returns rows of a device, passes of an update and of a batch, and completions of both; None: not stated."""
+    """Returns rows per device, passes per update and per batch, and completions of both; None if not stated."""
     rows, passes = whole(t, _BATCH[0]), whole(t, _BATCH[1])
     if t.devices is None or rows is None or passes is None:
         return None
@@ -80,7 +80,7 @@ def _batch(t: Translation, _: str) -> None:
 
 
 def _uneven(sizes: Mapping[str, int], group: int, iterations: int) -> str:
-    """Returns why a batch has no counterpart, "" if it has one."""
+    """Returns the reason why a batch has no counterpart, or ""."""
     batch, update = sizes["batch"], sizes["update"]
     if batch % group:
         return f"a batch of {batch} completions in whole groups of num_generations={group}, as TRL asks too"
@@ -105,7 +105,7 @@ def _lengths(t: Translation, _: str) -> None:
 
 
 def _whole_batches(t: Translation, _: str) -> None:
-    """Refuses a length that ends within a batch."""
+    """Refuses a run length that ends within a batch."""
     steps = t.settings.get("steps", "")
     if t.updates > 1 and steps.isdigit() and int(steps) % t.updates:
         t.refuse("max_steps", f"a multiple of {t.updates}, the updates per batch", is_essential=True)

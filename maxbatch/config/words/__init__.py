@@ -1,6 +1,6 @@
-"""The words of other frameworks: the key that each corresponds to, or why none does (`words.txt`).
+"""Words of other frameworks, each with its key here or the reason for having none (`words.txt`).
 
-The table is read on first use, since most runs need no word. Hints, the docs and `maxbatch import` are made from it.
+The table is read on first use, since most runs need no word. Hints, docs and `maxbatch import` use it.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ _OF_PROMPTS = frozenset(key.name for section in (PromptBatchConfig, RLConfig) fo
 class Word(NamedTuple):
     """A row of the table."""
 
-    word: str  # as written there; * matches any text
+    word: str  # as in that framework; * matches any text
     whose: tuple[str, ...]  # keys of FRAMEWORKS
     here: str  # as in words.txt: KEY, ~KEY ..., -, ! or !!
     why: str
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The keys that correspond to it; none for a word without a counterpart."""
+        """The keys that correspond to it; empty without a counterpart."""
         return () if self.here[0] in "-!" else tuple(self.here.lstrip("~").split())
 
     @property
     def is_same(self) -> bool:
-        """Whether it is one key here, with the same value."""
+        """Whether it is one of our keys, with the same value."""
         return self.here[0] not in "-!~"
 
     @property
     def is_ignored(self) -> bool:
-        """Whether it changes nothing that is trained, so that it can be left out."""
+        """Whether it can be left out without effect on training."""
         return self.here == "-"
 
     @property
@@ -55,7 +55,7 @@ class Word(NamedTuple):
 
     @property
     def changes_data(self) -> bool:
-        """Whether leaving it out would change the batch or the data."""
+        """Whether the batch or the data would change without it."""
         return self.here == "!!"
 
     def answer(self) -> str:
@@ -64,7 +64,7 @@ class Word(NamedTuple):
         if self.is_same:
             return f"({names}) is {self.keys[0]}: {self.why}"
         if self.keys:
-            return f"({names}) is said by {_listed(self.keys)}: {self.why}"
+            return f"({names}) corresponds to {_listed(self.keys)}: {self.why}"
         rule = "can be left out" if self.is_ignored else "is not supported"
         return f"({names}) {rule}: {self.why}"
 
@@ -100,12 +100,12 @@ def _patterns() -> tuple[Word, ...]:
 
 
 def normal(word: str) -> str:
-    """Returns a flag or a name as the table writes it: without leading dashes, `-` and blanks as `_`, in lower case."""
+    """Returns a flag or a name in the table's spelling: no leading dashes, `-` and blanks as `_`, lower case."""
     return re.sub(r"[-\s]+", "_", word.strip().lstrip("-")).lower()
 
 
 def meanings(word: str) -> tuple[Word, ...]:
-    """Returns the rows of a word that differ in what it is here, the first of each; none for an unknown word."""
+    """Returns the rows of a word, one for each counterpart here; empty for an unknown word."""
     first = look_up(word)
     rest = _by_word()[first.word] if first else ()
     by_here = {row.here: row for row in reversed(rest)}
@@ -113,9 +113,9 @@ def meanings(word: str) -> tuple[Word, ...]:
 
 
 def look_up(word: str, whose: str | None = None) -> Word | None:
-    """Returns the row of a word: of one framework, or (None) of any; None: the table does not know it.
+    """Returns the row of a word in one framework, or (None) in any; None for an unknown word.
 
-    A path of a nested file is looked up whole, then by its last name; a row with `*` answers where no other row does.
+    A path of a nested file is looked up whole, then by its last name; rows with `*` come last.
     """
     name = normal(word)
     # MaxText's configs are flat: a nested mapping belongs to another model.

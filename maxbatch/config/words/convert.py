@@ -1,4 +1,4 @@
-"""Values of other frameworks' words converted to ours, where the table of words is not enough."""
+"""Conversions of other frameworks' values, beyond the table of words."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from fractions import Fraction
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.values import Value, counted, exact, plain_number, schedule_text
 
-OF_LOSS = ("reduction", "loss_reduction")  # words that say how a loss adds up its tokens
+OF_LOSS = ("reduction", "loss_reduction")  # words for a loss's reduction
 _MODEL_AXES = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline"))
 
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """The config and the machine that a foreign word is typed for."""
+    """The config and the machine for which a foreign word is converted."""
 
-    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # of all keys; none: unknown
+    values: Mapping[str, Value] = dataclasses.field(default_factory=dict)  # of all keys; empty: unknown
     devices: int | None = None  # None: unknown
     hosts: int | None = None
 
     @property
     def is_of_prompts(self) -> bool:
-        """Whether the config is one of reinforcement learning."""
+        """Whether the config trains on prompts."""
         return self.values.get("batch_size") is not None
 
     @property
     def devices_of_replica(self) -> int | None:
-        """The devices that hold the model between them; None where the config leaves it to the machine."""
+        """Devices per model replica; None if it depends on the machine."""
         sizes = [self.values.get(axis) for axis in _MODEL_AXES]
         stated = [size for size in sizes if isinstance(size, int) and size > 0]
         return math.prod(stated) if len(stated) == len(sizes) else None
@@ -42,7 +42,7 @@ class Setting:
         return slots_per_sample(self.values) if self.values else None
 
     def number(self, name: str) -> Fraction | None:
-        """Returns the value of a number key, a batch in tokens as samples; None where it is null or unknown."""
+        """Returns the value of a numeric key, a batch in tokens as samples; None if it is null or unknown."""
         value = self.values.get(name)
         if name == "global_batch_size" and isinstance(value, str):
             return counted(value, slots_per_sample(self.values))
@@ -50,7 +50,7 @@ class Setting:
 
 
 def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
-    """Returns our settings for a word whose value must be converted; None where that needs facts that are missing."""
+    """Converts a word's value to our settings; returns None if facts are missing."""
     if word in OF_LOSS:
         rate = _rate_of_sum(setting) if text.strip().lower() == "sum" else None
         return None if rate is None else {"learning_rate": text_of(rate)}
@@ -62,7 +62,7 @@ def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
 
 
 def read_number(text: str) -> Fraction | None:
-    """Returns a positive number; None for any other text."""
+    """Parses a positive number; returns None for other text."""
     try:
         value = Fraction(text.strip().replace("_", ""))
     except (ValueError, ZeroDivisionError):
@@ -71,7 +71,7 @@ def read_number(text: str) -> Fraction | None:
 
 
 def text_of(number: Fraction) -> str:
-    """Returns a number as an override states it, exactly."""
+    """Returns a number exactly, as text for an override."""
     return str(plain_number(number))
 
 
@@ -93,7 +93,7 @@ def _phases(text: str) -> str | None:
 def rampup_schedule(start: int, rise: int, samples: int, batch: int) -> str | None:
     """Returns `batch_size_schedule` for Megatron-LM's `--rampup-batch-size START RISE SAMPLES`, up to a global batch.
 
-    None where the batch is not reached in whole steps, which Megatron-LM refuses as well.
+    None if whole steps do not reach the batch; Megatron-LM refuses that too.
     """
     if min(start, rise, samples) < 1 or batch <= start or (batch - start) % rise:
         return None
@@ -106,7 +106,7 @@ _Conversion = Callable[[Fraction, Setting], _Found]
 
 
 def _chunk(factor: Callable[[Setting], int | None]) -> _Conversion:
-    """Returns the conversion to pairs of one pass over all devices: the value times a factor."""
+    """Returns a conversion to pairs in one pass over all devices: the value times a factor."""
 
     def convert(value: Fraction, setting: Setting) -> _Found:
         by = factor(setting)
@@ -116,7 +116,7 @@ def _chunk(factor: Callable[[Setting], int | None]) -> _Conversion:
 
 
 def _pairs(value: Fraction, setting: Setting) -> _Found:
-    """Returns the prompts of a batch whose pairs are stated."""
+    """Converts the pairs of a batch to its prompts."""
     group = setting.number("num_generations")
     whole = group is not None and (value / group).denominator == 1
     return {"batch_size": value / group} if group and whole and setting.is_of_prompts else None
@@ -128,9 +128,10 @@ def _warmup(value: Fraction, setting: Setting) -> _Found:
 
 
 def _rate_of_sum(setting: Setting) -> Fraction | None:
-    """Returns the rate of the mean with the update of DDP's sum, whose gradient is larger by the tokens of a rank.
+    """Returns the rate for a mean loss that gives the same update as DDP's sum, whose gradient is larger by the tokens
+    of a rank.
 
-    The steps of optimizers other than SGD do not grow with the gradient.
+    Only SGD's steps grow with the gradient.
     """
     rate = setting.number("learning_rate")
     if rate is None or setting.values.get("opt_type") != "sgd":
@@ -161,7 +162,7 @@ def _batches(value: Fraction, setting: Setting) -> _Found:
 
 
 def _minibatches(value: Fraction, setting: Setting) -> _Found:
-    """Returns the updates of a batch whose prompts per update are stated."""
+    """Converts prompts per update to updates per batch."""
     batch = setting.number("batch_size")
     return {"num_minibatches": batch / value} if batch and (batch / value).denominator == 1 else None
 

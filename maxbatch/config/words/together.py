@@ -1,7 +1,7 @@
-"""The batch that several foreign words state together: all that follows from them, in our keys.
+"""The batch stated by several foreign words together, in our keys.
 
-A word states one quantity of the batch or of the machine. The quantities are tied by products, such as samples of an
-update = replicas x samples of a replica, so two words often tell a third.
+A word states one quantity of the batch or the machine. Products connect the quantities, such as samples of an update =
+replicas x samples of a replica, so two words often determine a third.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from maxbatch.config.words import look_up
 from maxbatch.config.words.convert import Setting, read_number, text_of
 
 OF_OLMO = "rank_microbatch_size"  # a word of OLMo-core, which counts global_batch_size in tokens too
-# The first of each is the product of the two others.
+# In each, the first is the product of the other two.
 _PRODUCTS = (
     ("devices", "hosts", "devices_of_host"),
     ("devices", "replicas", "devices_of_replica"),
@@ -60,26 +60,26 @@ _OF_BATCH = {
 _QUANTITY = {
     word: quantity for table in (_OF_MACHINE, _OF_BATCH) for quantity, words in table.items() for word in words
 }
-# A word that is one of our keys counts rows of a model replica, where ours counts those of a device.
+# The same name as our key, but it counts rows per model replica; ours counts rows per device.
 _OF_SAME = _OF_KEY | {"per_device_batch_size": "rows"}
 _Facts = Iterable[tuple[str, Fraction]]
 _Known = Mapping[str, Fraction]
 
 
 class Together(NamedTuple):
-    """The settings and the machine that words state together."""
+    """The settings and the machine that follow from several words."""
 
-    settings: Mapping[str, Mapping[str, str]]  # for each word of a batch or a machine that follows, ours in its place
+    settings: Mapping[str, Mapping[str, str]]  # our settings, by each word of a batch or a machine that they replace
     devices: int | None  # None: unknown
     hosts: int | None
 
 
 def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting) -> Together | None:
-    """Returns the batch and the machine that words state together; None if they contradict each other.
+    """Returns the batch and the machine that follow from words; None if the words contradict each other.
 
     Args:
-      words: texts by words of the table; others than those of a batch or a machine are ignored.
-      own: texts of our keys that are stated beside them.
+      words: texts by word; words of neither a batch nor a machine are ignored.
+      own: texts of our keys stated beside them.
       setting: the config and the machine.
     """
     stated: dict[str, tuple[str, Fraction]] = {}
@@ -108,14 +108,14 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
 
 
 def _quantity(word: str) -> str | None:
-    """Returns the quantity that a word states; None for other words."""
+    """Returns the quantity stated by a word, or None."""
     row = look_up(word)
     same = _OF_SAME.get(row.keys[0]) if row and row.is_same else None
     return _QUANTITY.get(word, same)
 
 
 def _facts(own: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Fraction]]:
-    """Yields the quantities of the machine, of the mesh, and of our keys beside the words."""
+    """Yields quantities from the machine, the mesh, and our keys beside the words."""
     machine = {"devices": setting.devices, "hosts": setting.hosts, "devices_of_replica": setting.devices_of_replica}
     yield from ((name, Fraction(count)) for name, count in machine.items() if count)
     if length := setting.slots_per_sample:
@@ -128,7 +128,7 @@ def _facts(own: Mapping[str, str], setting: Setting) -> Iterator[tuple[str, Frac
 
 
 def _as_configured(known: _Known, setting: Setting) -> Iterator[tuple[str, Fraction]]:
-    """Yields the batch of the config, where words state none: only what is read beside it."""
+    """Yields quantities of the config's batch if the words state none."""
     if "batch" not in known:
         batch = setting.number("global_batch_size")
         own = {"batch": batch} if batch else {
@@ -138,7 +138,7 @@ def _as_configured(known: _Known, setting: Setting) -> Iterator[tuple[str, Fract
 
 
 def _solved(facts: _Facts) -> _Known | None:
-    """Returns the facts and all that follows from them; None if two differ, or a count is not whole."""
+    """Returns the facts and all derived quantities; None if two contradict or a count is not whole."""
     known: dict[str, Fraction] = {}
     found = list(facts)
     while found:
@@ -159,7 +159,7 @@ def _follows(product: tuple[str, str, str], known: _Known) -> _Facts:
 
 
 def _ours(quantity: str, known: _Known) -> Mapping[str, str] | None:
-    """Returns our settings for a quantity; None where a fact is missing, or no setting gives it."""
+    """Returns our settings for a quantity; None if a fact is missing or no setting gives it."""
     if quantity in _OF_MACHINE:
         return {}
     if quantity in ("loaded", "loading_hosts"):

@@ -194,7 +194,7 @@ def test_a_word_of_the_batch_or_the_data_is_never_dropped(tmp_path: Path, text: 
 def test_a_word_that_the_table_does_not_know_is_never_ignored(tmp_path: Path) -> None:
     _, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}a_new_word: 0\nnum_experts: 8\nmtp_num_layers: 0\n")
     assert fates["a_new_word"].fate == fates["num_experts"].fate == "not supported"
-    assert fates["mtp_num_layers"].fate == "ignored"  # at 0 it says nothing
+    assert fates["mtp_num_layers"].fate == "ignored"  # 0 has no effect
 
 
 MIXTRAL = """decoder_block: mixtral

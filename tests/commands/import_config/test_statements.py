@@ -66,7 +66,7 @@ def test_a_word_stated_twice_with_two_values_is_refused_and_both_are_named(
     assert imported(folder, name, file, text.format(4, 8)) == 2 and not (folder / "maxbatch.yml").exists()
     error = capsys.readouterr().err
     assert "4" in error and "8" in error and error.count("\n") == 1
-    assert imported(folder, name, file, text.format(4, 4)) == 0  # the same value twice says nothing else
+    assert imported(folder, name, file, text.format(4, 4)) == 0  # the same value twice is one statement
 
 
 def test_a_batch_below_an_unknown_word_is_not_skipped(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

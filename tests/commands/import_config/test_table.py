@@ -23,7 +23,7 @@ lr=1e-4 note='two words'
 [words]
 old_lr | | > lr |
 lots | > 1 | steps={int} | a number
-lots, few | is none | - | {} says nothing
+lots, few | is none | - | {} has no effect
 few | | ? steps={lr} | the step
 switch | | packing={bool} |
 made | any | @more @counted |
@@ -50,13 +50,13 @@ def form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Format:
     ("words", "settings", "fates"),
     [
         ({"lots": "4"}, {"steps": "4", "learning_rate": "1e-4"}, {"lots": ("mapped", "steps=4: a number", False)}),
-        ({"lots": "none"}, {"steps": "7"}, {"lots": ("ignored", "none says nothing", False)}),
+        ({"lots": "none"}, {"steps": "7"}, {"lots": ("ignored", "none has no effect", False)}),
         ({"old_lr": "1"}, {"learning_rate": "1"}, {"old_lr": ("mapped", "learning_rate=1", False)}),
         ({"few": "2", "lr": "3"}, {}, {"few": ("needs you", "steps=3: the step", False)}),
         ({"switch": "Yes"}, {"packing": "true"}, {}),
         ({"part_a": "1", "lots": "2"}, {}, {"part_a": ("ignored", "2 lots", False)}),
         ({"part_a": "1"}, {"steps": "7"}, {"part_a": ("not supported", "lots", False)}),
-        ({"state": "no"}, {}, {"state": ("ignored", "no: that is so here", False)}),
+        ({"state": "no"}, {}, {"state": ("ignored", "no: our behaviour", False)}),
         ({"state_of_data": "no"}, {}, {"state_of_data": ("not supported", "yes", True)}),
     ],
 )
