@@ -1,1 +1,1 @@
-"""The ground floor: errors, the terminal, processes and their pool, stop requests, locks, files, the table of chips."""
+"""The ground floor: errors, terminal, processes, stop requests, locks, files, object stores, the table of chips."""

@@ -1,8 +1,8 @@
-"""Files that grow at their end: on a disk by appending, in an object store by parts.
+"""Files that grow by appending; in an object store, by joining parts.
 
-An object cannot be appended to. The lines wait in memory and go to the store every `PERIOD_S`, and at each call of
-`sync`: a small object is written anew, a large one is joined with the new lines within the store, so that
-the bytes sent do not grow with the file.
+Objects cannot be appended to. Lines wait in memory and go to the store every `PERIOD_S` and at each `sync`: a small
+object is written anew, a large one is joined with the new lines inside the store, so the bytes sent do not grow with
+the file.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Appender(Protocol):
         """Adds a line, whole or not at all."""
 
     def sync(self) -> None:
-        """Returns once every line so far can be read by others, and outlives a crash."""
+        """Returns once every line so far is visible to others and survives a crash."""
 
     def close(self) -> None:
         """Syncs and closes the file."""
@@ -44,8 +44,8 @@ def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> 
     Args:
       path: the file.
       content: its content before the first line is appended.
-      found: its content now, if that may differ. An object is then written anew in any case: a process
-        that wrote to it before, and continues late, has only the version before.
+      found: its current content, if that may differ. An object is then always written anew, so that a late earlier
+        writer has an outdated version.
     """
     if found is not None and (content != found or (found and isinstance(path, RemotePath))):
         write_atomically(path, content)
@@ -81,7 +81,7 @@ class _Object:
     def __init__(self, path: RemotePath, content: bytes) -> None:
         self._path = path
         self._size = len(content)  # of the object
-        self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None  # while it is written anew
+        self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None  # until it is too large
         self._new = bytearray()
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._writer = Repeating(self._write, PERIOD_S, "maxbatch-append")
@@ -117,10 +117,10 @@ class _Object:
 
 
 def _join(path: RemotePath, size: int, data: bytes) -> None:
-    """Adds bytes to the end of an object of `size` bytes, so that readers see it before or after, never between.
+    """Adds bytes to the end of an object of `size` bytes, atomically for readers.
 
-    A retry after a lost response adds nothing twice: the object's size shows whether it was done. The object is
-    changed only if it is still the one whose size was read.
+    A retry after a lost response adds nothing twice: the object's size shows whether the join happened. The object is
+    changed only if its version is unchanged.
 
     Raises:
       LeaseLost: another process holds the lease of the folder.
@@ -139,6 +139,6 @@ def _join(path: RemotePath, size: int, data: bytes) -> None:
         except Exception as error:
             if not has_lost(error):
                 raise
-            raise ConnectionError("it was changed meanwhile") from None  # looked at once more
+            raise ConnectionError("it was changed meanwhile") from None  # retried with a new look
 
     persist(path.url, add)

@@ -1,4 +1,4 @@
-"""Files and folders that appear whole or not at all; devices, pipes and descriptors, which are written into."""
+"""Atomic writes of files and folders; direct writes into devices, pipes and descriptors."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 
 @contextlib.contextmanager
 def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
-    """Opens a file that takes the place of `path` once the block ends; after an exception nothing is left of it.
+    """Opens a file that replaces `path` when the block ends; an exception discards it.
 
-    A link stays, and the file that it names is replaced. Nothing takes the place of a device, a pipe or a descriptor
-    of this process (`/dev/stdout`): the block writes into it.
+    A link is kept and its target replaced. A device, a pipe or a descriptor of this process (`/dev/stdout`) is written
+    into directly.
 
     Raises:
       OSError: the file cannot be written.
@@ -57,14 +57,14 @@ def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
 
 
 def _descriptor(path: Path) -> int | None:
-    """Returns the number of the open descriptor of this process that a path names, None for other paths."""
+    """Returns the open descriptor of this process that a path names, or None."""
     name = os.path.abspath(path)
     found = _DESCRIPTOR.fullmatch(name)
     return int(found[1]) if found else _STREAMS.get(name)
 
 
 def _takes_bytes(path: Path) -> bool:
-    """Returns whether a path names a descriptor of this process, or something else than a file or a folder."""
+    """Returns whether a path is written into: a descriptor of this process, a device or a pipe."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -73,7 +73,7 @@ def _takes_bytes(path: Path) -> bool:
 
 
 def _writing_into(path: Path) -> BinaryIO:
-    """Opens a device, a pipe or a descriptor for writing; a descriptor goes on where its writers have come to."""
+    """Opens a device, a pipe or a descriptor for writing; a descriptor continues at its current offset."""
     number = _descriptor(path)
     if number is None:
         return open(path, "wb")
@@ -84,13 +84,13 @@ def _writing_into(path: Path) -> BinaryIO:
 
 @contextlib.contextmanager
 def _uploading(path: RemotePath) -> Iterator[BinaryIO]:
-    """Opens an object, which a store shows only once it is closed."""
+    """Opens an object for writing; it becomes visible when closed."""
     with storage_errors(path):
         file: Any = path.open("wb")
         try:
             yield file
         except BaseException:
-            with contextlib.suppress(Exception):  # the object was not finished; the block's error takes precedence
+            with contextlib.suppress(Exception):  # the object is unfinished; the block's error takes precedence
                 file.discard()
                 file.closed = True  # closing must not write discarded data
             raise
@@ -101,7 +101,7 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
     """Writes a file, text as UTF-8.
 
     Raises:
-      ConfigError: it cannot be written there.
+      ConfigError: the file cannot be written there.
       TrainingError: the disk is full.
     """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
@@ -114,7 +114,7 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
 
 @contextlib.contextmanager
 def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
-    """Yields a place for new files of a folder, which has them once the block ends; after an exception it has none.
+    """Yields a place for new files, which the folder gets when the block ends; an exception discards them.
 
     The file named `last` marks the folder as complete: it is written last, and an existing one is removed first.
     In an object store the files are written into the folder itself, `last` by the end of the block.
@@ -145,7 +145,7 @@ def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
 
 @contextlib.contextmanager
 def _adding_objects(folder: RemotePath, last: str) -> Iterator[None]:
-    """Removes the objects that the block added if it raises."""
+    """Removes the objects added by the block if it raises."""
     (folder / last).unlink(missing_ok=True)
     before = {path for path, _ in folder.files()}
     try:

@@ -1,4 +1,4 @@
-"""Bars that keep to one line of a terminal; none elsewhere. The consoles start faster without them."""
+"""Progress bars on one line of a terminal. A module of its own, so that consoles without them start faster."""
 
 from __future__ import annotations
 
@@ -25,44 +25,44 @@ from rich.text import Text
 
 from maxbatch.system.terminal import PlainConsole
 
-LINE_S = 30.0  # between two lines about a task, elsewhere than on a terminal
+LINE_S = 30.0  # between two lines about a task without a terminal
 
 
 class Pace:
-    """The time that a task has left, by its pace so far, and whether a line about it is due."""
+    """The remaining time of a task by its pace so far, and the schedule of lines about it."""
 
     def __init__(self, total: float, done: float) -> None:
         self._total, self._first_done = total, done
         self._started = self._line_at = time.monotonic()
 
     def left(self, done: float) -> str:
-        """Returns the time left as text; "" without progress so far, which has no pace."""
+        """Returns the time left as text; "" before the first progress."""
         elapsed, progress = time.monotonic() - self._started, done - self._first_done
         if progress <= 0:
             return ""
         return f"{timedelta(seconds=round(elapsed / progress * max(self._total - done, 0)))} left"
 
     def line_is_due(self) -> bool:
-        """Returns whether no line has been due for `LINE_S` seconds; the next one is then due that much later."""
+        """Returns whether `LINE_S` seconds have passed since the last line was due, and starts the next interval."""
         is_due = time.monotonic() - self._line_at >= LINE_S
         if is_due:
             self.line_was_printed()
         return is_due
 
     def line_was_printed(self) -> None:
-        """Takes note of a line."""
+        """Restarts the interval after a line."""
         self._line_at = time.monotonic()
 
 
 class PaceColumn(ProgressColumn):
-    """The time that a task has left; rich's own knows none for steps that take longer than half a minute."""
+    """The remaining time of a task; rich's own column fails for steps longer than half a minute."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__()
         self._pace = pace
 
     def render(self, task: Task) -> Text:
-        """Returns the time."""
+        """Returns the time left."""
         return Text(self._pace.left(task.completed), no_wrap=True)
 
 
@@ -71,7 +71,7 @@ class FittedText(ProgressColumn):
 
     def __init__(self, console: Console, others: int) -> None:
         super().__init__()
-        self._console, self._others = console, others  # columns of the terminal that the others take
+        self._console, self._others = console, others  # terminal columns of the other parts
 
     def render(self, task: Task) -> Text:
         """Returns as much of the description as fits."""
@@ -96,7 +96,7 @@ class AtLineStart:
 class Bar(Progress):
     """A bar on one line.
 
-    While `is_waiting`, other programs' text overwrites the bar, which is short then, instead of following it.
+    While `is_waiting` the bar is short, and other programs' text overwrites it instead of following it.
     """
 
     is_waiting = False
@@ -107,7 +107,7 @@ class Bar(Progress):
 
 
 def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Bar:
-    """Returns a bar with its description and the time that is left, on one line of any terminal until it stops."""
+    """Returns a bar with description and time left, on one line of any terminal."""
     bar = 16 if console.width >= 100 else 8
     text = FittedText(console, others=bar + len(" 00:00:00 left") + 2)
     columns = BarColumn(bar_width=bar), text, PaceColumn(pace)
@@ -115,13 +115,13 @@ def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Bar:
 
 
 class LinesAboveBar:
-    """A bar for many runs, all together, and the lines above it; elsewhere than on a terminal the lines alone.
+    """One bar for many runs, with lines above it; without a terminal, only the lines.
 
     Args:
-      console: where lines go.
+      console: receives the lines.
       total: the work of all runs.
-      done: the part of it that is done already.
-      description: of the state of the work.
+      done: work already done.
+      description: the state of the work.
     """
 
     def __init__(self, console: Console, total: int, done: int, description: str = "") -> None:
@@ -135,7 +135,7 @@ class LinesAboveBar:
         self._pace.line_was_printed()
 
     def show(self, done: int, description: str) -> None:
-        """Shows how far the work is: on the bar, elsewhere in a line every half a minute."""
+        """Shows progress on the bar; without a terminal, by a line every half minute."""
         self._bar.update(self._task, completed=done, description=description)
         if self._bar.disable and self._pace.line_is_due():
             self.say(" | ".join(filter(None, (description, self._pace.left(done)))))
@@ -150,7 +150,7 @@ class LinesAboveBar:
 
 @contextlib.contextmanager
 def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call with the bytes done; a bar on standard error shows them, elsewhere lines do."""
+    """Yields a function to call with the bytes done; a bar or lines on standard error show them."""
     console = PlainConsole(stderr=True)
     columns = (TextColumn(what), BarColumn(16), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:

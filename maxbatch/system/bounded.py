@@ -1,4 +1,4 @@
-"""Bounds for files that others wrote: size, depth, expansion and range of numbers, each with a message of its own.
+"""Bounds for foreign files: size, depth, expansion and range of numbers, each with its own message.
 
 Every reader of JSON or text from outside uses these functions, and readers of YAML those of `bounded_yaml`. A file
 beyond a bound is refused before it costs more memory or time than the bound allows.
@@ -17,16 +17,16 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
 
-MOST_BYTES = 16 << 20  # of a JSON file, unless a reader states its own bound
-MOST_DEPTH = 100  # of lists and mappings in one another
+MOST_BYTES = 16 << 20  # default bound of a JSON file
+MOST_DEPTH = 100  # nesting of lists and mappings
 # An empty list takes three bytes of JSON and some seventy of memory.
 _MOST_JSON_VALUES = 5_000_000
 _STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
-_MOST_DIGITS = 300  # a number of more overflows a float
+_MOST_DIGITS = 300  # more overflow a float
 
 
 class RefusedContent(ConfigError, ValueError):
-    """Content beyond a bound, or not of its format; the message names the file and the bound."""
+    """Content beyond a bound or in a wrong format; the message names the file and the bound."""
 
 
 def read_bytes(path: AnyPath, what: str, most: int) -> bytes:

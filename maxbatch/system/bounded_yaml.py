@@ -1,4 +1,4 @@
-"""Bounds for YAML that others wrote: size, depth and expansion, each with a message of its own."""
+"""Bounds for foreign YAML: size, depth and expansion, each with its own message."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ def compose_yaml(
     most_depth: int = MOST_DEPTH,
     most_nodes: int = MOST_YAML_NODES,
 ) -> yaml.Node | None:
-    """Returns a YAML text as a tree of nodes, None for an empty one. Aliases share nodes, and no tree is endless.
+    """Parses YAML into a finite tree of nodes, None for an empty text. Aliases share nodes.
 
     Args:
       text: the YAML.
       what: names it in messages.
       most_characters: bound on its length.
-      most_depth: bound on lists and mappings in one another.
-      most_nodes: bound on values and keys once every alias is replaced by its anchor's content.
+      most_depth: bound on the nesting of lists and mappings.
+      most_nodes: bound on values and keys after expanding every alias.
 
     Raises:
-      RefusedContent: it is beyond a bound, or an alias refers to a node around it.
-      yaml.YAMLError: it is no YAML.
+      RefusedContent: the text exceeds a bound, or an alias refers to a node around it.
+      yaml.YAMLError: the text is not YAML.
     """
     check_size(len(text), what, most_characters)
     loader = _Composer(text, what, most_depth, most_nodes)
@@ -46,7 +46,7 @@ def compose_yaml(
 
 
 class _Composer(yaml.SafeLoader):
-    """PyYAML's composer, which stops at the bounds on depth and nodes."""
+    """PyYAML's composer with bounds on depth and nodes."""
 
     def __init__(self, text: str, what: str, most_depth: int, most_nodes: int) -> None:
         super().__init__(text)
@@ -54,7 +54,7 @@ class _Composer(yaml.SafeLoader):
         self._depth = self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Returns the next node, as PyYAML composes it."""
+        """Composes the next node, within the bounds."""
         self._nodes += 1
         self._depth += 1
         if self._depth > self._most_depth + 1:
@@ -67,7 +67,7 @@ class _Composer(yaml.SafeLoader):
 
 
 def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
-    """Returns the nodes of a tree, those below an alias once for each; `sizes` holds None for nodes under way."""
+    """Counts the nodes of a tree with aliases expanded; `sizes` holds None for nodes in progress."""
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:

@@ -1,7 +1,7 @@
-"""Processes that end with their parent, also when it is killed.
+"""Processes that end with their parent, even if it is killed.
 
-A child holds the reading end of a pipe whose other end only its parent has open. The system closes that end when the
-parent ends, by whatever cause, and the child ends at once. `python -m maxbatch.system.child_process COMMAND ...` is a
+A child holds the reading end of a pipe; only its parent has the other end open. The system closes that end when the
+parent ends for any reason, and the child ends at once. `python -m maxbatch.system.child_process COMMAND ...` runs a
 `maxbatch` command in such a child.
 """
 
@@ -19,9 +19,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
-STOPPED_S = 30.0  # for which a child may be stopped
+STOPPED_S = 30.0  # longest stop of a child
 _LOOK_S = 5.0
-_CONTINUE_S = 0.1  # in which a continued child no longer counts as stopped
+_CONTINUE_S = 0.1  # until a continued child no longer counts as stopped
 
 
 def start_child(
@@ -34,9 +34,9 @@ def start_child(
 
     Args:
       arguments: the command line.
-      output: where standard output and standard error go; None: where the caller's go.
+      output: receives standard output and standard error; None: the caller's.
       keep_open: file descriptors that the child inherits.
-      variables: environment variables of the child, besides the caller's.
+      variables: the child's environment variables, beside the caller's.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "maxbatch.system.child_process", *arguments],
@@ -51,17 +51,17 @@ def is_stopped(pid: int) -> bool:
 
 
 def continue_stopped_children() -> None:
-    """Starts a thread that continues children that stay stopped while this process runs, which may wait for them.
+    """Starts a thread that continues stopped children, for which this process may be waiting.
 
-    They are continued after `STOPPED_S`, with a line on standard error. Ctrl-Z stops this process as well, and `fg`
-    continues all, so that there is nothing to do then.
+    It continues them after `STOPPED_S`, with a line on standard error. Ctrl-Z needs no such help: it also stops this
+    process, and `fg` continues all.
     """
     if hasattr(os, "waitid"):
         threading.Thread(target=_watch_stopped, name="maxbatch-children", daemon=True).start()
 
 
 def _watch_stopped() -> None:
-    since: dict[int, float] = {}  # when a child was first seen stopped
+    since: dict[int, float] = {}  # times when stopped children were first seen
     while True:
         time.sleep(_LOOK_S)
         pid = _stopped_child(os.P_ALL, 0)
@@ -77,7 +77,7 @@ def _watch_stopped() -> None:
 
 
 def _stopped_child(kind: int, pid: int) -> int | None:
-    """Returns the id of a stopped child, which stays as it is; None if there is none."""
+    """Returns the id of a stopped child without changing it; None if there is none."""
     try:
         found = os.waitid(kind, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -86,18 +86,18 @@ def _stopped_child(kind: int, pid: int) -> int | None:
 
 
 def last_line(output: IO[bytes]) -> str:
-    """Returns the last line that a child wrote to a file, without the prefix of an error."""
+    """Returns the last line of a child's output, without the prefix of an error."""
     output.seek(max(0, output.seek(0, os.SEEK_END) - 8192))
     lines = output.read().decode(errors="replace").strip().splitlines()
     return lines[-1].removeprefix("maxbatch: error: ") if lines else ""
 
 
 def end_with_parent(pipe: int = 0, with_group: bool = False) -> None:
-    """Ends this process as soon as its parent ends.
+    """Ends this process when its parent ends.
 
     Args:
-      pipe: the file descriptor of a pipe whose other end only the parent has open, and writes nothing to.
-      with_group: ends all processes of its group, which it leads.
+      pipe: descriptor of a pipe; only the parent has the other end open, and writes nothing.
+      with_group: also ends all processes of the group that it leads.
     """
 
     def watch() -> None:
@@ -107,7 +107,7 @@ def end_with_parent(pipe: int = 0, with_group: bool = False) -> None:
         os._exit(1)
 
     if sys.platform == "linux":
-        # The thread below cannot run while an extension module holds the interpreter; the kernel's signal does.
+        # The thread below cannot run while an extension module holds the interpreter, so use the kernel's signal too.
         fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpgrp() if with_group else os.getpid())
         fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)

@@ -1,4 +1,4 @@
-"""The one table of accelerators: memory, and the public figures that throughput and rankings are computed from."""
+"""The table of accelerators: memory, and public figures for throughput and rankings."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ GIB = 2**30
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """The figures of one JAX device: a chip, but half a chip of tpu7x. Bandwidths are in 10^9 bytes per second."""
+    """Figures of one JAX device: a chip, or half a chip of tpu7x. Bandwidths are in 10^9 bytes per second."""
 
     kinds: tuple[str, ...]  # beginnings of `device_kind`
-    hbm_bytes: int | None  # bytes that the TPU compiler lets a program use; None where `memory_stats` reports them
+    hbm_bytes: int | None  # usable bytes by the TPU compiler; None where `memory_stats` reports them
     tflops: float  # dense bfloat16 peak, 10^12 per second
     hbm_gb_s: float
     ici_gb_s: float  # to other devices of its slice or node, one way, all links together
-    clock_ghz: float | None = None  # of the cycles that the compiler counts; None where it counts none
+    clock_ghz: float | None = None  # clock of the compiler's cycles; None if it counts none
 
 
-# TPUs by the name that a topology begins with. Memory: what libtpu 0.0.42 to 0.0.52 state when a program needs more.
-# Rates: the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the
-# pages of v4 and v5e beside it; ICI is given there for both directions and halved here. Clocks: the bfloat16 peak over
-# products of a device's matrix units per cycle (v4, v5p: 8 of 128x128; v5e: 4 of them; v6e, a tpu7x core: 4 of 256x256
-# by the compiler's own peak). 1.05 GHz is also that of Jouppi et al. 2023, TPU v4 (https://arxiv.org/abs/2304.01433),
-# and 1.5 and 1.75 GHz those of https://jax-ml.github.io/scaling-book/tpus.
+# TPUs by the beginning of a topology's name. Memory: as libtpu 0.0.42 to 0.0.52 state when a program needs more. Rates:
+# the table of https://docs.cloud.google.com/tpu/docs/tpu7x, which compares v5p, v6e and tpu7x, and the pages of v4 and
+# v5e beside it; their ICI figures cover both directions and are halved here. Clocks: the bfloat16 peak over products of
+# a device's matrix units per cycle (v4, v5p: 8 of 128x128; v5e: 4 of them; v6e, a tpu7x core: 4 of 256x256 by the
+# compiler's own peak). 1.05 GHz is also in Jouppi et al. 2023, TPU v4 (https://arxiv.org/abs/2304.01433), and 1.5 and
+# 1.75 GHz in https://jax-ml.github.io/scaling-book/tpus.
 TPUS = {
     "v4": Chip(("TPU v4",), int(31.75 * GIB), 275, 1228, 300, 1.05),
     "v5e": Chip(("TPU v5 lite", "TPU v5e"), int(15.75 * GIB), 197, 819, 200, 1.5),
@@ -32,7 +32,7 @@ TPUS = {
     "v6e": Chip(("TPU v6 lite", "TPU v6e"), int(31.25 * GIB), 918, 1638, 400, 1.75),
     "tpu7x": Chip(("TPU7x",), int(94.75 * GIB), 1153.5, 3690, 300, 2.2),
 }
-# NVIDIA's data sheets; NVLink is given there for both directions and halved here.
+# NVIDIA's data sheets; NVLink figures cover both directions and are halved here.
 GPUS = (
     Chip(("NVIDIA A100",), None, 312, 2039, 300),
     Chip(("NVIDIA H100",), None, 989, 3350, 450),
@@ -42,7 +42,7 @@ GPUS = (
 
 
 def chip_of(device_kind: str) -> Chip | None:
-    """Returns the chip of a `device_kind`, None where its figures are not known."""
+    """Returns the chip of a `device_kind`, or None if its figures are unknown."""
     known = {kind: chip for chip in (*TPUS.values(), *GPUS) for kind in chip.kinds}
     matching = [kind for kind in known if device_kind.startswith(kind)]
     return known[max(matching, key=len)] if matching else None

@@ -1,17 +1,17 @@
-"""The moment at which a command began, so that the first run of a command counts the time of its imports."""
+"""The start time of a command, so that its first run counts the time of imports."""
 
 from __future__ import annotations
 
 import time
 
-_STARTED: list[float] = []  # the time of day at which the command began, until a run takes it
+_STARTED: list[float] = []  # time of day when the command began, until a run takes it
 
 
 def mark_start() -> None:
-    """Notes that a command begins now."""
+    """Records the start of a command."""
     _STARTED[:] = [time.time()]
 
 
 def take_start() -> float:
-    """Returns the time of day at which the command began; now, if there is none or another run took it already."""
+    """Returns the time of day when the command began; the current time if another run took it already."""
     return _STARTED.pop() if _STARTED else time.time()

@@ -1,4 +1,4 @@
-"""Hashes of the content of files, block by block, so that threads and hosts can share the work."""
+"""Hashes of file contents by blocks, so that threads and hosts can share the work."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _MOST_THREADS = 16
 
 
 def content_stamp(file: AnyPath) -> tuple[int, list[int | str]]:
-    """Returns the size of a file, and what changes with every write and every replacement, also where size and time of
+    """Returns the size of a file, and marks that change with every write and replacement, even if size and time of
     writing are kept.
 
-    On a disk that is inode, time of change and time of writing, in a store the version.
+    On a disk these are inode, time of change and time of writing; in a store, the version.
     """
     status = file.stat()
     if isinstance(status, Status):
@@ -29,13 +29,13 @@ def content_stamp(file: AnyPath) -> tuple[int, list[int | str]]:
 
 
 def stored_sum(file: AnyPath) -> str:
-    """Returns what a store states of an object's content: its MD5, or else its version there. "" for a file on disk."""
+    """Returns a store's MD5 of an object, or else its version; "" for a file on disk."""
     status = file.stat()
     return (status.md5 or f"{status.version} {file}") if isinstance(status, Status) else ""
 
 
 def md5_of(file: AnyPath) -> str:
-    """Returns the MD5 of a file, as stores state it."""
+    """Returns the MD5 of a file in the form that stores use."""
     digest = hashlib.md5(usedforsecurity=False)
     with file.open("rb") as content:
         while piece := content.read(BLOCK_BYTES):
@@ -44,7 +44,7 @@ def md5_of(file: AnyPath) -> str:
 
 
 class Block(NamedTuple):
-    """Bytes `begin` to before `end` of a file."""
+    """The bytes of a file from `begin` to before `end`."""
 
     file: AnyPath
     begin: int
@@ -52,7 +52,7 @@ class Block(NamedTuple):
 
     @property
     def digest(self) -> bytes:
-        """A hash of the bytes, 16 bytes."""
+        """A 16-byte hash of the bytes."""
         return hashlib.sha256(read_range(*self)).digest()[:_DIGEST_BYTES]
 
 
@@ -63,7 +63,7 @@ def blocks_of(file: AnyPath, size: int) -> Iterator[Block]:
 
 
 def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None) -> list[bytes]:
-    """Returns the hash of each block; the blocks are read side by side. `progress` is told of the bytes read."""
+    """Returns the hash of each block; blocks are read in parallel. `progress` is called with the bytes read."""
 
     def digest(block: Block) -> bytes:
         found = block.digest
@@ -75,5 +75,5 @@ def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _:
 
 
 def joined(parts: Iterable[bytes]) -> str:
-    """Returns the hash of a file, by those of its blocks in order."""
+    """Returns the hash of a file from its blocks' hashes, in order."""
     return hashlib.sha256(b"".join(parts)).hexdigest()[: 2 * _DIGEST_BYTES]

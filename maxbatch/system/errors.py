@@ -30,12 +30,12 @@ class ConfigError(Exception):
 
 
 class TrainingError(Exception):
-    """A command that cannot continue although its input was valid; a run's last checkpoint is intact.
+    """A failure despite valid input; a run's last checkpoint is intact.
 
     The message is one line: what happened, where, and what to try.
     """
 
-    figures: Mapping[str, object] = {}  # facts for programs, which `--json` prints beside the message
+    figures: Mapping[str, object] = {}  # facts that `--json` prints beside the message
 
 
 class DivergedError(TrainingError):
@@ -43,7 +43,7 @@ class DivergedError(TrainingError):
 
 
 class LeaseLost(TrainingError):
-    """Another process may be writing to the folder that this one wrote to; this one has to stop."""
+    """The loss of a folder: another process may be writing to it, so this one must stop."""
 
 
 class StoreRefused(ConfigError, OSError):
@@ -65,14 +65,14 @@ def is_disk_full(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def reading(path: object, remedy: str = "", blame: Callable[[str], ConfigError] | None = None) -> Iterator[None]:
-    """Raises the line that the user reads if the system refuses to read a file; that is no fault of its content.
+    """Turns a system's refusal to read a file, whatever its content, into a one-line error.
 
     A store's error is such a line already.
 
     Args:
-      path: of the file, as messages name it.
+      path: the file, as named in messages.
       remedy: ends the message.
-      blame: makes the error of "cannot read PATH: REASON", for a file that a key names.
+      blame: makes the error from "cannot read PATH: REASON", for a file named by a key.
     """
     try:
         yield
@@ -88,7 +88,7 @@ def reading(path: object, remedy: str = "", blame: Callable[[str], ConfigError] 
 
 @contextlib.contextmanager
 def writing(path: object, remedy: str = "give another place") -> Iterator[None]:
-    """Raises the line that the user reads if a file cannot be written; a full or failing disk is no fault of the input.
+    """Turns a failure to write a file into a one-line error; a full or failing disk is not the input's fault.
 
     A store's error is such a line already.
     """
@@ -105,12 +105,12 @@ def writing(path: object, remedy: str = "give another place") -> Iterator[None]:
 
 
 def reason(error: Exception) -> str:
-    """Returns the system's words for an error, else the error's own, in one line."""
+    """Returns the system's message for an error, or else the error's own, on one line."""
     return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
 
 
 def _without_middle(text: str) -> str:
-    """Returns a text of a readable length: of a longer one its beginning, and its end, which says what works."""
+    """Shortens a long text to its beginning and its end, which states what works."""
     return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 505]} ... {text[-500:]}"
 
 
@@ -138,6 +138,6 @@ def report(error: BaseException, as_json: bool = False) -> int:
         bug = traceback.format_exception_only(error)[-1]
         figures = error.figures if isinstance(error, TrainingError) else {}
         said = said or printable(_without_middle(" ".join(bug.split())), keep="")
-        with contextlib.suppress(OSError):  # its reader may have left, or its disk may be full
+        with contextlib.suppress(OSError):  # the reader may be gone, or the disk full
             print(json.dumps({**figures, "error": said, "exit_code": code}), flush=True)
     return code

@@ -1,9 +1,9 @@
-"""Fences: in a folder of an object store only the process that holds its lease can write.
+"""Fences: only the holder of a folder's lease can write to it in an object store.
 
-A writer can be suspended anywhere, for longer than its lease lasts, and resume while another process trains in the
-folder. So each write of an object states the version that this process wrote last, and asks the holder of the lease
-before: another process that has taken the lease over has changed the version, or will write over what came late.
-Objects below a folder whose name begins with `BUILDING` have one writer; to write them takes the lease alone.
+A writer can be suspended anywhere, for longer than its lease, and resume while another process trains in the folder. So
+each write checks the lease first, and requires the version that this process wrote last: a process that took over the
+lease has changed the version, or will overwrite the late object. Objects below a folder whose name begins with
+`BUILDING` have a single writer; they need only the lease.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Callable
 from maxbatch.system.object_stores import file_system, persist, version_of, write_if
 from maxbatch.system.stores.store import split
 
-BUILDING = ".building-"  # begins the name of whatever is not finished yet
-_fences: dict[str, Fence] = {}  # by the URL of the folder
+BUILDING = ".building-"  # prefix of unfinished folders
+_fences: dict[str, Fence] = {}  # by folder URL
 
 
 class Fence:
@@ -23,18 +23,18 @@ class Fence:
 
     Args:
       folder: its URL.
-      ask: raises LeaseLost unless this process holds the lease, as far as it knows by its clocks.
+      ask: raises LeaseLost unless this process holds the lease by its own clocks.
       confirm: raises LeaseLost unless the store confirms now that this process holds the lease.
     """
 
     def __init__(self, folder: str, ask: Callable[[], None], confirm: Callable[[], None]) -> None:
         self._folder, self.ask, self._confirm = folder, ask, confirm
-        self._versions: dict[str, str] = {}  # that this process wrote last, by the URL of the object
+        self._versions: dict[str, str] = {}  # last written by this process, by object URL
         self._locks: dict[str, threading.Lock] = {}
         _fences[folder] = self
 
     def remove(self) -> None:
-        """Lets others of this process write to the folder."""
+        """Removes the fence, so that this process writes to the folder freely."""
         if _fences.get(self._folder) is self:
             del _fences[self._folder]
 
@@ -52,20 +52,20 @@ class Fence:
             version = self._versions.get(url) or version_of(url)
             self.ask()
             while (written := write_if(url, data, version)) is None:
-                # Either another process holds the lease, or the object was changed late by one that held it before;
-                # or the response to our own write was lost.
+                # Another process holds the lease, or an earlier holder changed the object late, or the response to our
+                # own write was lost.
                 self._confirm()
                 version = version_of(url)
             self._versions[url] = written
 
 
 def fence_of(url: str) -> Fence | None:
-    """Returns the fence of the innermost folder around an object; None where this process holds no lease."""
+    """Returns the fence of the innermost leased folder around an object; None if there is none."""
     around = [folder for folder in list(_fences) if url.startswith(folder + "/")]
     return _fences.get(max(around, key=len)) if around else None
 
 
 def ask(url: str) -> None:
-    """Raises LeaseLost if another process holds the lease of the folder that an object is in."""
+    """Raises LeaseLost if another process holds the lease of an object's folder."""
     if fence := fence_of(url):
         fence.ask()

@@ -1,4 +1,4 @@
-"""Lines for a terminal: folded to its width, between words, and printable. Imports no rich."""
+"""Printable lines, folded to a terminal's width between words, without rich."""
 
 from __future__ import annotations
 
@@ -8,32 +8,32 @@ import sys
 import textwrap
 from collections.abc import Sequence
 
-_LEAST_WIDTH = 32  # of a column that is folded
+_LEAST_WIDTH = 32  # width of a folded column
 _WORD = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
 
 
 def terminal_width() -> int | None:
-    """Returns the columns of the terminal that standard output goes to; None if it goes elsewhere."""
+    """Returns the width of standard output's terminal, or None."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
 def error_width() -> int | None:
-    """Returns the columns of the terminal that standard error goes to; None if it goes elsewhere."""
+    """Returns the width of standard error's terminal, or None."""
     return shutil.get_terminal_size().columns if sys.stderr.isatty() else None
 
 
 def printable(text: str, keep: str = "\n\t") -> str:
-    """Returns a text with escapes for the control characters not in `keep`, which could move a terminal's cursor."""
+    """Escapes control characters not in `keep`, which could move a terminal's cursor."""
     return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
 
 
 def counted(number: int, noun: str) -> str:
-    """Returns a number of things: "1 run", "2,000 runs"."""
+    """Formats a count: "1 run", "2,000 runs"."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def folded(line: str, hanging: int, width: int | None) -> str:
-    """Returns a line in as many as it takes, those after the first indented by `hanging` columns."""
+    """Folds a line; the lines after the first are indented by `hanging` columns."""
     if width is None or len(line) <= width:
         return line
     indent = " " * hanging
@@ -43,7 +43,7 @@ def folded(line: str, hanging: int, width: int | None) -> str:
 
 
 def folded_parts(parts: Sequence[str], width: int | None) -> str:
-    """Returns parts of a line, joined by " | ", in as many lines as they take; no part is cut in two."""
+    """Joins parts by " | ", folded between parts."""
     lines = [parts[0]]
     for part in parts[1:]:
         if width is None or len(lines[-1]) + len(part) + 3 <= width:
@@ -54,10 +54,10 @@ def folded_parts(parts: Sequence[str], width: int | None) -> str:
 
 
 def folded_rows(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
-    """Returns the lines of a table; its last column is folded between words, and the others are not folded.
+    """Returns the lines of a table; only its last column is folded, between words.
 
-    Where the last column would be too narrow, the wider ones of the others get less room, and a row whose cells need
-    more has its last cell on lines of its own.
+    If the last column would be too narrow, the widest other columns get less room, and a row that needs more has its
+    last cell on separate lines.
     """
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
     while width is not None and sum(widths) + 2 * len(widths) > max(width - _LEAST_WIDTH, 0) and max(widths) > 1:
@@ -76,7 +76,7 @@ def folded_rows(rows: Sequence[Sequence[str]], width: int | None) -> list[str]:
 
 
 def folded_command(line: str, hanging: int, width: int | None) -> str:
-    """Returns a command in as many lines as it takes; a shell reads them as one, since all but the last end in \\."""
+    """Folds a command; lines end in \\, so that a shell reads one command."""
     if width is None or len(line) <= width:
         return line
     start = re.match(r"\s*", line)

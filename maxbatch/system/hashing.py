@@ -1,8 +1,8 @@
-"""Hashes of rows, and their sum modulo 2^64, which does not depend on their order and place.
+"""Hashes of rows, and their sum modulo 2^64, independent of order and placement.
 
-The same code runs in numpy and inside a jitted step: it uses only operators on uint32 arrays, which wrap around in
-both. A 64-bit row hash is two uint32 lanes. The sum over rows is kept as four limbs of 16 bits, low ones first, in
-uint32, which holds 65,536 such summands; more rows are summed in blocks.
+The same code runs in numpy and inside a jitted step, since it uses only uint32 operators, which wrap around in both. A
+64-bit row hash is two uint32 lanes. The sum is four 16-bit limbs in uint32, low ones first, which hold 65,536 summands;
+more rows are summed in blocks.
 
 Legend: R rows, L slots of a row.
 """
@@ -22,7 +22,7 @@ _FMIX = _U32(0x85EBCA6B), _U32(0xC2B2AE35)
 _POSITION, _TOKEN, _SEGMENT, _WEIGHT = map(_U32, (0xCC9E2D51, 0x1B873593, 0xE6546B64, 0x9E3779B1))
 _LANES = _U32(0x2545F491), _U32(0x8F1BBCDC)
 _LOW_HALF, _HALF = _U32(0xFFFF), _U32(16)
-_BLOCK = 1 << 16  # rows whose limbs 32 bits can sum
+_BLOCK = 1 << 16  # rows whose limbs fit a 32-bit sum
 
 
 def row_hashes(xp: ModuleType, tokens_RxL: Array, segments_RxL: Array, weights_RxL: Array) -> Array:
@@ -46,7 +46,7 @@ def row_hashes(xp: ModuleType, tokens_RxL: Array, segments_RxL: Array, weights_R
         for part in (tokens, segments, weights):
             slot = mixed(slot ^ part)
         sums.append(slot.sum(axis=1, dtype=xp.uint32))
-    # Without this, the sum over rows would be linear in slots and miss tokens that two rows swap at one place.
+    # Otherwise the sum over rows would be linear in slots and miss tokens swapped between two rows at the same slot.
     low = mixed(sums[0] ^ mixed(sums[1] + _LANES[0]))
     high = mixed(sums[1] ^ mixed(low + _LANES[1]))
     real_R = (segments_RxL != 0).any(axis=1)
@@ -73,7 +73,7 @@ def limb_sums(xp: ModuleType, hashes_Rx2: Array) -> Array:
 
 
 def carry(xp: ModuleType, limbs: Array) -> Array:
-    """Returns uint32[4]: the same sum modulo 2^64 with every limb below 2^16, so that 65,535 more can be added."""
+    """Carries limbs: uint32[4] with the same sum modulo 2^64 and every limb below 2^16, so 65,535 more can be added."""
     carried: list[Array] = []
     over: Array | np.uint32 = _U32(0)
     for limb in (limbs[0], limbs[1], limbs[2], limbs[3]):

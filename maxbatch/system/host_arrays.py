@@ -1,4 +1,4 @@
-"""Arrays in a host's memory, laid out and copied as fast as the memory allows."""
+"""Arrays in host memory, aligned and copied for speed."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 
-_LINE = 64  # bytes of memory that a processor reads and writes at once
+_LINE = 64  # bytes of a cache line
 
 
 def empty_aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
-    """Returns an array of undefined values that a CPU device takes as its own memory instead of copying it."""
+    """Returns an uninitialised array that a CPU device adopts without a copy."""
     size = math.prod(shape) * dtype.itemsize
     memory = np.empty(size + _LINE, np.uint8)
     first = -memory.ctypes.data % _LINE
@@ -18,7 +18,7 @@ def empty_aligned(shape: list[int], dtype: np.dtype) -> np.ndarray:
 
 
 def copy_by_lines(source: np.ndarray, target: np.ndarray) -> None:
-    """Copies by lines of memory of the target: a transposition that goes along either array misses the cache."""
+    """Copies by cache lines of the target; a transposition along either array would miss the cache."""
     if source.dtype == target.dtype:
         source, target = (array.view(f"u{array.itemsize}") for array in (source, target))
     step = _LINE // target.itemsize

@@ -1,9 +1,9 @@
-"""Leases: one writer of a folder in an object store, where files cannot be locked.
+"""Leases: a single writer per folder of an object store, which has no file locks.
 
 A lease is an object that names its holder. It is written with a precondition, renewed while the holder lives, and
-lapses if it is not renewed for `LAPSE_S`. Another process watches its version to see if it lapses, without comparing
-the clocks of two machines. (As leases of Kubernetes and of DynamoDB's lock client do.) A holder that cannot be sure by
-its own clocks that the lease has not lapsed asks the store before it writes to the folder (`maxbatch.system.fences`).
+lapses when not renewed for `LAPSE_S`. Other processes watch its version to detect a lapse, so no two machines' clocks
+are compared (as in Kubernetes and DynamoDB's lock client). A holder whose own clocks do not rule out a lapse asks the
+store before it writes to the folder (`maxbatch.system.fences`).
 """
 
 from __future__ import annotations
@@ -31,35 +31,35 @@ LEASE_FILE, LOCK_FILE = ".lease", ".lock"
 LAPSE_S = 30.0  # after its last renewal
 RENEW_S = 20.0
 _LOOK_S = 1.0
-_BLIND_S = 5.0  # a read that takes longer proves nothing about the holder: the store was unavailable
+_BLIND_S = 5.0  # a slower read proves nothing about the holder: the store was unavailable
 _END_WAIT_S = 5.0
-_MOST_BYTES = 1 << 16  # of a lease; ours have some 300
-_OLDEST_S = 30 * 86400.0  # of a lease whose age is worth telling
+_MOST_BYTES = 1 << 16  # bound of a lease; ours have some 300
+_OLDEST_S = 30 * 86400.0  # oldest age shown in messages
 
 Clocks = tuple[float, ...]
 
 
 class Hold(Protocol):
-    """What keeps other processes from writing to a folder."""
+    """A hold on a folder, which excludes other writers."""
 
     def check(self) -> None:
-        """Raises LeaseLost once another process may be writing to the folder."""
+        """Raises LeaseLost if another process may be writing to the folder."""
 
     def close(self) -> None:
         """Lets others write to the folder."""
 
 
 class Lease:
-    """A held lease; `close` gives it back.
+    """A held lease; `close` releases it.
 
     Args:
       path: the lease's object.
-      version: the version of it that this process wrote.
+      version: the version written by this process.
       holder: the content of the lease.
-      since: the clocks when the request that wrote it began.
+      since: the clocks at the start of the request that wrote it.
 
     Attributes:
-      lost: why it is no longer held, None while it is.
+      lost: the reason why it is no longer held; None while it is.
     """
 
     lost: str | None = None
@@ -79,20 +79,20 @@ class Lease:
             except LeaseLost:
                 return
             except StoreFailed:
-                continue  # no other process can take it over either while the store does not respond
+                continue  # nobody can take it over while the store does not respond
             except (ConfigError, TrainingError, OSError) as error:
                 self.lost = str(error)
                 return
 
     def check(self) -> None:
-        """Raises LeaseLost once the lease was lost: another process may be writing."""
+        """Raises LeaseLost if the lease was lost: another process may be writing."""
         if self.lost:
             raise LeaseLost(f"{self.lost}; this one stops")
 
     def ask(self) -> None:
-        """Raises LeaseLost unless the lease is held; renews it first where it may have lapsed.
+        """Raises LeaseLost unless the lease is held; renews it first if it may have lapsed.
 
-        A closed lease is lost to threads that still write.
+        Threads that still write after `close` get LeaseLost.
         """
         if self._closed.is_set():
             self.lost = self.lost or f"{self._path.parent}: the lease is given back"
@@ -116,7 +116,7 @@ class Lease:
             self._version, self._renewed_at = version, since
 
     def close(self) -> None:
-        """Gives the lease back; if the store does not respond, the lease stays until it lapses."""
+        """Releases the lease; if the store does not respond, the lease lapses later."""
         self._closed.set()
         if patience().gave_up:
             return  # it lapses
@@ -136,7 +136,7 @@ class Lease:
 
 
 class _Lock:
-    """The lock on a folder of a disk; it goes with the process, also when that is killed."""
+    """The lock on a folder of a disk; the system frees it when the process ends."""
 
     def __init__(self, folder: Path, lock: BinaryIO) -> None:
         self._folder, self._lock = folder, lock
@@ -152,14 +152,16 @@ class _Lock:
 
 
 def _clocks() -> Clocks:
-    """Returns the clocks of this machine, in seconds: one is never set, one continues while the machine sleeps, and the
-    time of day is right again after a virtual machine was stopped."""
+    """Returns this machine's clocks in seconds: monotonic, time of day and, where there is one, monotonic through sleep.
+
+    The time of day is right again after a virtual machine was stopped.
+    """
     asleep = [time.clock_gettime(time.CLOCK_BOOTTIME)] if hasattr(time, "CLOCK_BOOTTIME") else []
     return (time.monotonic(), time.time(), *asleep)
 
 
 def _seconds_since(then: Clocks) -> float:
-    """Returns the longest elapsed time by any of the clocks."""
+    """Returns the longest elapsed time among the clocks."""
     return max(now - before for now, before in zip(_clocks(), then, strict=True))
 
 
@@ -168,13 +170,13 @@ def _tell(text: str) -> None:
 
 
 def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | str:
-    """Takes a lease, waiting for the lapse of one that another process holds.
+    """Takes a lease, after waiting for another holder's to lapse.
 
     Returns:
-      The lease; or the holder in words if it renewed its lease, or another process was faster.
+      The lease; or the holder in words, if it renewed its lease or another process was faster.
     """
     holder = _this_process()
-    watched: tuple[str, float] | None = None  # the version, and since when it is known
+    watched: tuple[str, float] | None = None  # the version, and the time when it was first seen
     while True:
         since, begun = _clocks(), time.monotonic()
         found = _look(path)
@@ -204,8 +206,8 @@ def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
 
     Args:
       folder: the folder.
-      refusal: text of the message about another holder: what it does there, and what to do.
-      named: the folder as the message names it; "" for its path.
+      refusal: message about another holder: its activity, and a remedy.
+      named: the folder's name in the message; "": its path.
 
     Raises:
       ConfigError: another process holds it.
@@ -217,7 +219,7 @@ def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
 
 
 def hold_folder(folder: AnyPath, refusal: str, named: str = "") -> Hold:
-    """Keeps other processes from writing to a folder: by its lease, or on a disk by its lock. Arguments are as of
+    """Keeps other processes from writing to a folder, by its lease or, on a disk, its lock. Arguments as for
     `hold_lease`.
 
     Raises:
@@ -234,10 +236,10 @@ def hold_folder(folder: AnyPath, refusal: str, named: str = "") -> Hold:
 
 @contextlib.contextmanager
 def leased(folder: AnyPath, refusal: str) -> Iterator[Callable[[], None]]:
-    """Holds the lease of a folder for the length of a block, as `hold_lease` does; a folder of a disk needs none.
+    """Holds the lease of a folder during a block, as `hold_lease` does; a folder of a disk needs none.
 
     Yields:
-      A function that raises TrainingError once the lease was lost; the end of the block calls it too.
+      A function that raises TrainingError if the lease was lost; the end of the block also calls it.
     """
     if not isinstance(folder, RemotePath):
         yield lambda: None
@@ -256,7 +258,7 @@ def _look(path: RemotePath) -> tuple[dict[str, object], str] | None:
 
 
 def _holder(content: bytes) -> dict[str, object]:
-    """Returns the facts about the holder in a lease; none if its content is not ours."""
+    """Parses the facts about the holder from a lease; empty for foreign content."""
     try:
         holder = json.loads(content)
     except (ValueError, RecursionError):
@@ -281,7 +283,7 @@ def _this_process() -> dict[str, object]:
 
 
 def _machine() -> str:
-    """Returns an id of this machine, this boot of it and its process numbers; "" if there is none."""
+    """Returns an id of this machine, its boot and its process namespace; "" if there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -290,7 +292,7 @@ def _machine() -> str:
 
 
 def _born(pid: int) -> str | None:
-    """Returns when a process of this machine started, in ticks since the boot; None if it does not live."""
+    """Returns the start of a local process, in ticks since boot; None if it is not alive."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -299,14 +301,14 @@ def _born(pid: int) -> str | None:
 
 
 def _is_dead(holder: dict[str, object]) -> bool:
-    """Returns whether the holder was a process of this machine that no longer lives."""
+    """Returns whether the holder was a process of this machine and is dead."""
     is_here = holder.get("machine") == _machine() != "" and holder.get("host") == socket.gethostname()
     pid = holder.get("pid")
     return is_here and isinstance(pid, int) and _born(pid) != holder.get("born")
 
 
 def _in_words(holder: dict[str, object]) -> str:
-    """Names a holder, and the age of its lease if that is known by this machine's clock."""
+    """Describes a holder, with the age of its lease if this machine's clock gives it."""
     pid, host = holder.get("pid"), holder.get("host")
     renewed = holder.get("renewed") if holder.get("machine") == _machine() != "" else None
     name = "".join(c for c in host[:80] if c.isprintable()) if isinstance(host, str) else "an unknown host"

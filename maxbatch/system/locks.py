@@ -1,4 +1,4 @@
-"""Locks on files. The system frees a lock when the last process that has the file open ends, even by kill -9."""
+"""Locks on files. The system frees a lock when the last process with the file open ends, even by kill -9."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _POLL_S = 0.1
 
 
 def take_lock(path: Path, wait_s: float = 0.0) -> BinaryIO | None:
-    """Takes the lock on a file, which is made if needed.
+    """Locks a file, creating it if needed.
 
     Returns:
-      The open file, whose closing frees the lock; a child that inherits it holds the lock too. None if another
-      process still holds the lock after `wait_s` seconds.
+      The open file; closing it frees the lock, and a child that inherits it holds the lock too. None if another process
+      still holds the lock after `wait_s` seconds.
 
     Raises:
       OSError: the file cannot be opened, or its file system has no locks.
@@ -47,9 +47,9 @@ def _try_to_lock(file: BinaryIO) -> bool:
 
 @contextlib.contextmanager
 def exclusive(path: Path) -> Iterator[None]:
-    """Holds the lock on a file, waiting for it first, and removes the file afterwards.
+    """Waits for the lock on a file, holds it during the block, and removes the file afterwards.
 
-    On a file system without locks the block runs all the same: only for work that may be done twice.
+    On a file system without locks the block runs unlocked, so its work must be safe to repeat.
     """
     try:
         file = _lock_at(path)
@@ -73,7 +73,7 @@ def _lock_at(path: Path) -> BinaryIO:
 
 
 def is_lock_on(file: BinaryIO, path: Path) -> bool:
-    """Returns whether the file of a lock is still the one at a path: a lock on a removed file protects nothing."""
+    """Returns whether a locked file is still at a path; a lock on a removed file protects nothing."""
     try:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(path))
     except OSError:

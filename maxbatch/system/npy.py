@@ -1,4 +1,4 @@
-"""Arrays in numpy's file format that others wrote: checked before memory is taken for them."""
+"""Foreign numpy files, checked before memory is allocated."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import numpy as np
 
 from maxbatch.system.bounded import RefusedContent
 
-_HEADER_BYTES = 1 << 16  # at most; numpy reads no header of more than 10,000 characters
+_HEADER_BYTES = 1 << 16  # bound; numpy's own is 10,000 characters
 
 
 class NpyHeader(NamedTuple):
-    """The beginning of a file of one array."""
+    """The header of a file of one array."""
 
     size: int  # values of the array
     dtype: np.dtype[Any]
-    offset: int  # bytes of the header
+    offset: int  # bytes before the values
 
 
 def npy_header(content: Any, what: str) -> NpyHeader:
-    """Returns the header of an array of one axis.
+    """Parses the header of a one-dimensional array.
 
     Args:
       content: the file as a buffer of bytes, or its first 64 KiB.
       what: names it in messages.
 
     Raises:
-      RefusedContent: it is no such array, or not one of numbers.
+      RefusedContent: the content is not a one-dimensional array of numbers.
     """
     file = io.BytesIO(bytes(memoryview(content)[:_HEADER_BYTES]))
     try:
@@ -44,10 +44,10 @@ def npy_header(content: Any, what: str) -> NpyHeader:
 
 
 def read_npy(content: Any, what: str) -> np.ndarray:
-    """Returns the array of a file, without a copy; arguments and errors are as of `npy_header`, but for the size.
+    """Returns the array of a file without a copy; arguments as for `npy_header`, with the whole content.
 
     Raises:
-      RefusedContent: as `npy_header` does, or other bytes follow the header than it states.
+      RefusedContent: as `npy_header`, or the number of bytes differs from the header's.
     """
     header = npy_header(content, what)
     found = memoryview(content)[header.offset :]

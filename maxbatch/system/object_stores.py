@@ -1,7 +1,7 @@
-"""The clients of object stores: settings, repeated tries, the meaning of errors, requests that depend on a version.
+"""Clients of object stores: settings, retries, classified errors, requests conditional on a version.
 
-The packages of `maxbatch.system.stores` come through fsspec. Orbax reaches the same clients through fsspec by itself,
-so their settings are in fsspec's own configuration. TensorStore reads environment variables.
+The packages of `maxbatch.system.stores` are used through fsspec. Orbax uses the same clients, so their settings are in
+fsspec's own configuration. TensorStore reads environment variables.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from maxbatch.system.stores.store import FileSystem, ObjectStore, chain, has_los
 
 T = TypeVar("T")
 
-_LOOK_S = 0.25  # how soon a request that waits notices that somebody asks to stop
+_LOOK_S = 0.25  # interval at which a waiting request checks for a request to stop
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
-# Pauses of TensorStore's own between tries of a request; it gives up after about five minutes.
+# TensorStore's own pauses between tries of a request; it gives up after about five minutes.
 _TENSORSTORE_RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 _PASSING_CODES = {408, 425, 429, 500, 502, 503, 504}
 _PASSING_TYPES = (
@@ -37,9 +37,9 @@ _PASSING_TYPES = (
     "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError", "HTTPClientError",
     "ProxyError", "ReadTimeout", "ChunkedEncodingError", "ChecksumError", "IncompleteRead", "FSTimeoutError",
     "ResponseParserError", "ResponseStreamingError", "ServerTimeoutError", "SocketTimeoutError", "TransportError",
-    "JSONDecodeError", "FlexibleChecksumError",  # of a response that was cut off
+    "JSONDecodeError", "FlexibleChecksumError",  # truncated responses
 )  # fmt: skip
-_TENSORSTORE = re.compile(r"HTTP (?:response )?(?:code:? ?|status:? ?)?(4\d\d|5\d\d)")  # it raises a text
+_TENSORSTORE = re.compile(r"HTTP (?:response )?(?:code:? ?|status:? ?)?(4\d\d|5\d\d)")  # its exceptions only have text
 _PASSING_TEXT = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|SlowDown|reduce your request rate|ServiceUnavailable|InternalError|"
     r"RequestTimeout\b"
@@ -54,7 +54,7 @@ _CREDENTIALS = re.compile(
 
 
 def persist(url: str, request: Callable[[], T]) -> T:
-    """Makes a request of a store, and retries it with growing, jittered pauses while it fails for a temporary reason.
+    """Makes a request, and retries temporary failures with growing, jittered pauses.
 
     Raises:
       FileNotFoundError, FileExistsError: as the store reports about the object.
@@ -71,10 +71,10 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
     while True:
         try:
             return _answer(url, request, started, patience)
-        except Exception as error:  # each client has exceptions of its own
+        except Exception as error:  # each client has its own exceptions
             failure = meaning(error, url)
             if failure is error:
-                raise  # no fault of the store, or that of a request within this one, which was tried for as long
+                raise  # not the store's fault, or already retried by a request inside this one
             left = patience.ends(started) - time.monotonic()
             if not isinstance(failure, StoreFailed) or left <= 0:
                 raise _given_up(failure, started, patience) from error
@@ -88,7 +88,7 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
 
 
 def gone_is_done(remove: Callable[[], object]) -> Callable[[], None]:
-    """Returns a removal that may be retried: an earlier try, whose response was lost, may have removed the object."""
+    """Makes a removal repeatable: an earlier try with a lost response may have removed the object."""
     tries = 0
 
     def remove_again() -> None:
@@ -104,10 +104,10 @@ def gone_is_done(remove: Callable[[], object]) -> Callable[[], None]:
 
 
 def _answer(url: str, request: Callable[[], T], started: float, patience: Patience) -> T:
-    """Makes a request on a thread of its own, since a store may hang, and clients retry for minutes.
+    """Makes a request on its own thread, since a store may hang and clients retry for minutes.
 
     Raises:
-      StoreFailed: no answer came, and somebody has asked the command to stop.
+      StoreFailed: no response came, and the command was asked to stop.
     """
     done: Future[T] = Future()
 
@@ -137,9 +137,9 @@ def _given_up(failure: BaseException, started: float, patience: Patience) -> Bas
 
 
 def meaning(error: BaseException, url: str) -> BaseException:
-    """Returns an exception of a client as an exception of one line about the store.
+    """Translates a client's exception into one line about the store.
 
-    FileNotFoundError and FileExistsError are kept; an error that does not come from a store is returned unchanged.
+    FileNotFoundError, FileExistsError and errors of other origin are returned unchanged.
     """
     if isinstance(error, FileNotFoundError | FileExistsError | ConfigError | TrainingError):
         return error
@@ -209,16 +209,16 @@ def file_system(scheme: str) -> FileSystem:
     try:
         found: FileSystem = fsspec.filesystem(scheme)
         return found
-    except Exception as error:  # credentials that cannot be read, for one
+    except Exception as error:  # unreadable credentials, for example
         raise meaning(error, f"{scheme}://") from error
 
 
 def configure() -> None:
-    """Sets the clients up before they are made: the environment holds for all of them, TensorStore included."""
+    """Configures the clients before they are made; the environment applies to all, TensorStore included."""
     from fsspec.config import conf
 
     for name in ("gcsfs", "s3fs", "aiobotocore", "botocore"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)  # they log with a traceback what they also raise
+        logging.getLogger(name).setLevel(logging.CRITICAL)  # they also raise what they log with a traceback
     for scheme, store in STORES.items():
         settings = conf.setdefault(scheme, {})
         settings.setdefault("use_listings_cache", False)  # other processes write to the same folders
@@ -234,7 +234,7 @@ def kvstore(url: str) -> dict[str, object]:
 
 
 def _at(url: str) -> tuple[ObjectStore[FileSystem], tuple[FileSystem, str, str]]:
-    """Returns the store of a URL; its fsspec file system, the bucket and the name in it."""
+    """Returns the store of a URL, its fsspec file system, the bucket and the object's name."""
     scheme, bucket, name = split(url)
     return STORES[scheme], (file_system(scheme), bucket, name)
 
@@ -246,12 +246,12 @@ def read_version(url: str, most: int) -> tuple[bytes, str]:
 
 
 def read_whole(url: str) -> bytes:
-    """Returns the content of an object, by one request, checked against what the store states of it."""
+    """Returns the content of an object, read by one request and checked against the store's hash or length."""
     store, at = _at(url)
 
     def read() -> bytes:
         content, stated, found = store.read_checked(*at)
-        if stated != found:  # it may come whole the next time
+        if stated != found:  # the next try may return all of it
             raise ConnectionError(f"{len(content)} bytes came, which are not the whole object")
         return content
 

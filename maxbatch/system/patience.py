@@ -1,7 +1,7 @@
 """The time for which a command retries requests of stores.
 
-Requests are made on threads of many libraries, to which no context variable travels. So there is one `Patience` at a
-time, of the command that runs: the outermost `Stopping` makes it (`begin`), and passes on a request to stop.
+Libraries make requests on their own threads, which do not inherit context variables. So there is one `Patience` at a
+time, for the running command: the outermost `Stopping` makes it (`begin`) and forwards requests to stop.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ _SLICE_S = 0.5
 
 
 class Patience:
-    """How long a request that fails for a passing reason is tried again, in one command."""
+    """The time for retries of temporarily failing requests, in one command."""
 
-    current: ClassVar[Patience]  # of the command that runs
+    current: ClassVar[Patience]  # of the running command
     seconds = 300.0
     hurried_seconds = 20.0  # after a request to stop, for all requests together
     last_seconds = 2.0  # after that, for each
 
     def __init__(self, before: Patience | None = None) -> None:
-        self._before = before if before and before.keeps_threads else None  # of a command that left threads behind
+        self._before = before if before and before.keeps_threads else None  # a command that left threads behind
         self._hurried_at: float | None = None
         self.gave_up = False  # after a request to stop
         self._left_behind = False
-        self._trying = 0  # threads that make a request
+        self._trying = 0  # threads in a request
         self._lock = threading.Lock()
 
     def hurry(self) -> None:
@@ -37,7 +37,7 @@ class Patience:
 
     @contextlib.contextmanager
     def trying(self) -> Iterator[None]:
-        """Counts a thread that makes a request, which may be tried again for long."""
+        """Counts a thread in a request, which may be retried for long."""
         with self._lock:
             self._trying += 1
         try:
@@ -52,23 +52,23 @@ class Patience:
         return self._left_behind or self._trying > 0 or (self._before is not None and self._before.keeps_threads)
 
     def leave_behind(self) -> None:
-        """Notes that the command gave up on a store for which a thread still waits."""
+        """Records that the command gave up on a store while a thread still waits for it."""
         self._left_behind = True
         self.give_up()
 
     def ends(self, started: float) -> float:
-        """Returns when a request that started then is given up, in time.monotonic()."""
+        """Returns the deadline of a request started at `started`, in time.monotonic()."""
         end = started + self.seconds
         if self._hurried_at is None:
             return end
         return min(end, max(started + self.last_seconds, self._hurried_at + self.hurried_seconds))
 
     def is_over(self, started: float) -> bool:
-        """Returns whether somebody asked to stop, and a request that started then is to be given up."""
+        """Returns whether a stop was requested and the request started at `started` is past its deadline."""
         return self._hurried_at is not None and time.monotonic() >= self.ends(started)
 
     def give_up(self) -> None:
-        """Records that a request was given up; after a request to stop, later ones get less time."""
+        """Records an abandoned request; after a request to stop, later ones get less time."""
         self.gave_up = self._hurried_at is not None
 
     def sleep(self, seconds: float) -> None:
@@ -82,11 +82,11 @@ Patience.current = Patience()
 
 
 def patience() -> Patience:
-    """Returns the patience of the command that runs."""
+    """Returns the running command's patience."""
     return Patience.current
 
 
 def begin() -> Patience:
-    """Returns the patience of a command that begins, without a request to stop."""
+    """Starts the patience of a new command."""
     Patience.current = Patience(Patience.current)
     return Patience.current

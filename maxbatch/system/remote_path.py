@@ -19,16 +19,16 @@ from maxbatch.system.stores.store import FileSystem, split
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_UPLOAD_BYTES = 16 << 20  # parts of an upload that is written bit by bit
-_READ_AHEAD_BYTES = 4 << 20  # that one request reads of an object that is read bit by bit
+_UPLOAD_BYTES = 16 << 20  # parts of a streamed upload
+_READ_AHEAD_BYTES = 4 << 20  # read by one request of a streamed object
 
 
 class Status(NamedTuple):
-    """The fields of pathlib's `stat()` that a store knows of an object."""
+    """Fields of pathlib's `stat()` known to a store."""
 
     st_size: int  # bytes
     st_mtime: float  # seconds since 1970; 0 if the store states none
-    version: str  # changes whenever the object is written
+    version: str  # changes with every write
     md5: str  # of the content, as hexadecimal digits; "" if the store states none
 
 
@@ -36,9 +36,9 @@ class Status(NamedTuple):
 class RemotePath:
     """A path in an object store, with the methods of pathlib that make sense there.
 
-    Its methods raise FileNotFoundError as pathlib's do, and for anything else one line: ConfigError where the store
-    refuses (permission, credentials, no such bucket), TrainingError where it does not answer or is full. In a folder
-    whose lease this process holds (`maxbatch.system.fences`), those that write raise LeaseLost once it is lost.
+    Methods raise FileNotFoundError as pathlib's do, and one-line errors otherwise: ConfigError if the store refuses
+    (permission, credentials, no such bucket), TrainingError if it does not answer or is full. In a folder leased by
+    this process (`maxbatch.system.fences`), writes raise LeaseLost once the lease is lost.
     """
 
     url: str  # scheme://bucket/name, no slash at the end
@@ -85,7 +85,7 @@ class RemotePath:
         return file_system(split(self.url)[0])
 
     def exists(self) -> bool:
-        """Returns whether an object, or a folder with objects, is there."""
+        """Returns whether the object, or objects below it, exist."""
         return self._kind() is not None
 
     def is_file(self) -> bool:
@@ -111,7 +111,7 @@ class RemotePath:
         return Status(size, seconds, str(version).strip('"'), _md5_of(info))
 
     def iterdir(self) -> Iterator[RemotePath]:
-        """Yields the direct entries of the folder, in order of the names."""
+        """Yields the direct entries of the folder, sorted by name."""
         for url, _ in self._entries():
             yield RemotePath(url)
 
@@ -120,7 +120,7 @@ class RemotePath:
         return [RemotePath(url) for url, kind in self._entries() if kind == "directory"]
 
     def file_sizes(self) -> dict[str, int]:
-        """Returns the sizes in bytes of the objects directly in the folder, by their names, by one listing."""
+        """Returns the sizes in bytes of the folder's direct objects, by name, from one listing."""
         found = persist(self.url, lambda: self.file_system.ls(self.url, detail=True))
         return {self._url_of(e).rpartition("/")[2]: int(e["size"] or 0) for e in found if e["type"] == "file"}
 
@@ -130,7 +130,7 @@ class RemotePath:
         return sorted((url, kind) for url, kind in entries.items() if url != self.url)
 
     def files(self) -> list[tuple[RemotePath, int]]:
-        """Returns every object below the folder with its size, in order of the names; none if there is none."""
+        """Returns the objects below the folder with their sizes, sorted by name."""
 
         found = persist(self.url, lambda: self.file_system.find(self.url, detail=True)).values()
         entries = {self._url_of(entry): int(entry["size"] or 0) for entry in found if entry["type"] == "file"}
@@ -140,7 +140,7 @@ class RemotePath:
         return f"{split(self.url)[0]}://{entry['name'].rstrip('/')}"
 
     def glob(self, pattern: str) -> Iterator[RemotePath]:
-        """Yields the matches of the pattern below the folder, in order of the names; `*` stays within a name."""
+        """Yields matches of the pattern below the folder, sorted by name; `*` does not cross a slash."""
         head, _, rest = pattern.partition("/")
         if not re.search(r"[*?[]", head):
             below = self / head
@@ -175,7 +175,7 @@ class RemotePath:
         return persist(self.url, read) if end > begin else b""
 
     def write_bytes(self, data: bytes) -> int:
-        """Writes the object, whole or not at all."""
+        """Writes the object atomically."""
         with _writing(self):
             if fence := fences.fence_of(self.url):
                 fence.write(self.url, data)
@@ -187,13 +187,13 @@ class RemotePath:
         return self.write_bytes(text.encode(encoding))
 
     def upload(self, file: Path) -> None:
-        """Copies a file of this machine into the object, which appears whole or not at all."""
+        """Uploads a local file atomically."""
         fences.ask(self.url)
         with _writing(self):
             persist(self.url, lambda: self.file_system.put_file(str(file), self.url))
 
     def open(self, mode: str = "rb") -> IO[Any]:
-        """Opens the object, in mode r, rb, w or wb; a written one appears when it is closed."""
+        """Opens the object in mode r, rb, w or wb; a written object appears when closed."""
         if mode not in ("r", "rb", "w", "wb"):
             raise ValueError(f"mode {mode!r}: objects are read or written whole")
         file: IO[bytes]
@@ -234,12 +234,12 @@ class RemotePath:
         """Does nothing: a folder exists once it has an object."""
 
     def copy(self, target: RemotePath) -> None:
-        """Copies the object, inside of the store."""
+        """Copies the object inside the store."""
         fences.ask(target.url)
         persist(self.url, lambda: self.file_system.cp_file(self.url, target.url))
 
     def rename(self, target: RemotePath) -> RemotePath:
-        """Moves the object, or every object of the folder, one after the other: not at once."""
+        """Moves the object, or every object of the folder, one after another, not atomically."""
         moved = [(self, 0)] if self.is_file() else self.files()
         if not moved:
             raise FileNotFoundError(self.url)
@@ -252,7 +252,7 @@ class RemotePath:
 
 
 class _Ranges(io.RawIOBase):
-    """The content of an object, each read of it a request of its own."""
+    """The content of an object; each read is a separate request."""
 
     def __init__(self, path: RemotePath) -> None:
         self._path, self._size, self._place = path, path.stat().st_size, 0
@@ -281,7 +281,7 @@ class _Ranges(io.RawIOBase):
 
 @contextlib.contextmanager
 def _writing(path: RemotePath) -> Iterator[None]:
-    """Names the missing bucket if a write fails because of it."""
+    """Names the bucket if a write fails because it is missing."""
     try:
         yield
     except FileNotFoundError:
@@ -289,7 +289,7 @@ def _writing(path: RemotePath) -> Iterator[None]:
 
 
 def _md5_of(info: Mapping[str, Any]) -> str:
-    """Returns the MD5 that a store states of an object: Google's own field, or the ETag of one that S3 took whole."""
+    """Returns a store's MD5 of an object: Google's field, or the ETag of an S3 object uploaded whole."""
     if info.get("md5Hash"):
         return base64.b64decode(info["md5Hash"]).hex()
     etag = str(info.get("ETag") or "").strip('"')

@@ -1,4 +1,4 @@
-"""A function that is called every few seconds, on a thread of its own."""
+"""Periodic calls of a function on a thread."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from maxbatch.system.errors import ConfigError, TrainingError
 
 
 class Repeating:
-    """Calls a function every `period_s` seconds until it is stopped, or until the function fails.
+    """A thread that calls a function every `period_s` seconds until stopped, or until the function fails.
 
     Args:
       call: the function, which writes to a disk or to an object store.
       period_s: seconds from the end of one call to the next.
-      name: of the thread.
+      name: the thread's name.
     """
 
     def __init__(self, call: Callable[[], None], period_s: float, name: str) -> None:
@@ -26,16 +26,16 @@ class Repeating:
 
     @property
     def has_failed(self) -> bool:
-        """Whether a call has failed, which was the last."""
+        """Whether a call has failed; it was the last one."""
         return self._failure is not None
 
     def check(self) -> None:
-        """Raises the failure of the last call, on the thread that asks."""
+        """Re-raises the failure of the last call on the caller's thread."""
         if self._failure is not None:
             raise self._failure
 
     def stop(self, wait_s: float = 0.0) -> bool:
-        """Starts no further call; returns whether the one under way has ended within `wait_s`."""
+        """Stops further calls; returns whether the current one ended within `wait_s`."""
         self._stopped.set()
         self._thread.join(wait_s)
         return not self._thread.is_alive()

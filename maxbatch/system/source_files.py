@@ -1,8 +1,8 @@
-"""Lists and opens the files of datasets, on this machine and in object stores, whose names may hold any character.
+"""Files of datasets, on this machine and in object stores; names may have any character.
 
-A path with a scheme is read through fsspec, which needs the scheme's own package. A path without a
-scheme is read without fsspec: importing it takes as long as importing numpy, and its local file system neither gives
-times in nanoseconds nor follows symbolic links to folders.
+A path with a scheme is read through fsspec, which needs the scheme's package. Local paths avoid fsspec: its import
+takes as long as numpy's, and its local file system has no times in nanoseconds and follows no symbolic links to
+folders.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import scheme_of, url_fault
 from maxbatch.system.stores.store import FileSystem
 
-# Fields in which stores give the version of an object, the most reliable first.
+# Fields with an object's version in stores' answers, the most reliable first.
 _STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Matches = Callable[[str], object]  # whether the bare name of a file or folder counts
+Matches = Callable[[str], object]  # tests the bare name of a file or folder
 
 
 class SourceFile(NamedTuple):
@@ -39,18 +39,18 @@ class SourceFile(NamedTuple):
     name: str  # its path below the dataset
     size: int  # bytes
     stamp: int | str  # changes with the content: mtime in ns, or the store's version of the object
-    marks: tuple[int, ...] = ()  # on a disk: inode, and time of change in ns, which cannot be set back
-    content: str = ""  # in a store: what identifies the content, by the store's own checksum or version
+    marks: tuple[int, ...] = ()  # on a disk: inode, and time of change in ns, which programs cannot set
+    content: str = ""  # in a store: its checksum or version of the content
 
 
 class LocalDisk:
-    """The file systems of this machine."""
+    """Local file systems."""
 
     is_folder = staticmethod(os.path.isdir)
     exists = staticmethod(os.path.exists)
 
     def file(self, path: str, name: str) -> SourceFile | None:
-        """Describes a regular file; None for anything else, OSError if nothing is there."""
+        """Describes a regular file; returns None for anything else, raises OSError if nothing is there."""
         status = os.stat(path)
         if not S_ISREG(status.st_mode):
             return None
@@ -67,11 +67,11 @@ class LocalDisk:
         return [file for path in paths if (file := self.file(os.path.abspath(path), path))]
 
     def open(self, path: str) -> BinaryIO:
-        """Opens a file for reading; a remote one is fetched block by block as it is read."""
+        """Opens a file for reading; remote files are fetched by blocks on demand."""
         return open(path, "rb")
 
     def local_copy(self, path: str) -> AbstractContextManager[str]:
-        """Returns a context with the path of the file on this machine, for readers that take nothing else."""
+        """Returns a context with a local path of the file, for readers that need one."""
         return contextlib.nullcontext(path)
 
 
@@ -135,7 +135,7 @@ class RemoteStore:
         if info["type"] != "file":
             return None
         stamp = next((info[field] for field in _STAMPS if info.get(field)), "")
-        # A listing and a request for a single object give the same time in different types.
+        # Listings and requests for one object give the same time in different types.
         stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
         url, checksum = self._file_system.unstrip_protocol(path), info.get("md5Hash")
         content = f"{info['size']} {checksum}" if checksum else f"{info['size']} {stamp} {url}"
@@ -146,9 +146,9 @@ _DISK = LocalDisk()
 
 
 def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str]:
-    """Returns the storage of an absolute path or a URL, and the path there.
+    """Returns the storage of an absolute path or a URL, and its path there.
 
-    Messages about a store that needs another package, or cannot be reached, begin with `where`, by default the path.
+    Messages about a missing package or an unreachable store begin with `where`, by default the path.
     """
     scheme = scheme_of(path)
     if scheme is None:
@@ -164,6 +164,6 @@ def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str
 
 
 def reason(error: Exception) -> str:
-    """Returns the message of an exception, in one line."""
+    """Returns the message of an exception on one line."""
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return " ".join(text.split())

@@ -1,4 +1,4 @@
-"""Requests to stop a command, by SIGTERM or Ctrl-C: answered at once, also while compiled code runs."""
+"""Requests to stop a command, by SIGTERM or Ctrl-C, answered at once, even while compiled code runs."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Self
 from maxbatch.system.errors import EXIT_FAILED
 from maxbatch.system.patience import begin, patience
 
-_GRACE_S = 2.0  # for a command to end by itself after the second Ctrl-C, or SIGTERM where nothing waits to save
-_WAITS: list[str] = []  # the steps that a signal waits for, the innermost last
-_UNANSWERED: set[int] = set()  # signals that neither the handler nor the watching thread has answered yet
+_GRACE_S = 2.0  # for a command to end by itself after a second Ctrl-C, or after SIGTERM if nothing has to be saved
+_WAITS: list[str] = []  # steps for which a signal waits, the innermost last
+_UNANSWERED: set[int] = set()  # signals not yet answered by the handler or the watching thread
 
 
 class Stopping:
-    """A context in which SIGTERM or SIGINT asks to stop; a second SIGINT raises KeyboardInterrupt.
+    """A context in which SIGTERM or SIGINT requests a stop; a second SIGINT raises KeyboardInterrupt.
 
-    `waits_for` completes "stopping ...", which the first signal prints at once; "": the caller prints its own line.
+    `waits_for` completes the line "stopping ..." of the first signal; "": the caller prints its own line.
     """
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, waits_for: str = "") -> None:
-        self.signal_name: str | None = None  # of the signal that requested the stop
+        self.signal_name: str | None = None  # signal that requested the stop
         self._waits_for = waits_for
         self._patience = patience()
         self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
@@ -44,13 +44,13 @@ class Stopping:
         if self.signal_name is None:
             _answer(number, self._waits_for)
         self.signal_name = signal.Signals(number).name
-        self._patience.hurry()  # a store that does not respond must not keep the process
+        self._patience.hurry()  # an unresponsive store must not keep the process
 
     def __enter__(self) -> Self:
         self._patience = patience() if _WAITS else begin()
         if not _WAITS:
             _UNANSWERED.update(self.numbers)
-        _WAITS.append(self._waits_for)  # before its handlers are set, until they are removed: `_end_if_nothing_waits`
+        _WAITS.append(self._waits_for)  # before its handlers are set: `_end_if_nothing_waits`
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
         return self
 
@@ -61,14 +61,14 @@ class Stopping:
 
 
 def watch_signals() -> None:
-    """Starts the thread that handles the signals of a command, whatever its main thread is doing.
+    """Starts the thread that handles a command's signals while its main thread is busy.
 
-    The first one prints what the command waits for. A second Ctrl-C ends the process if it does not end by itself, and
-    SIGTERM ends it where nothing waits to save. It leaves on disk the same as a kill does, and children end with it.
+    The first signal prints what the command waits for. A second Ctrl-C ends the process if it does not end by itself;
+    SIGTERM ends it if nothing has to be saved. This leaves the same files as a kill, and children end too.
     """
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    # The interpreter's own handler writes the number of the signal at once; Python's handlers wait for the main thread.
+    # The interpreter's C handler writes the signal's number at once; Python's handlers wait for the main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _on_sigterm)
     _UNANSWERED.update(Stopping.numbers)
@@ -76,14 +76,14 @@ def watch_signals() -> None:
 
 
 def keep_signals() -> None:
-    """Puts the handlers of this process back where a library has set its own, as the TPU compiler does on loading."""
+    """Restores this process's handlers after a library has set its own, as the TPU compiler does on loading."""
     if threading.current_thread() is threading.main_thread():
         for number in Stopping.numbers:
             signal.signal(number, signal.getsignal(number))
 
 
 def leave_threads_behind(code: int) -> None:
-    """Ends a process that failed at once if threads of it wait for a store: the usual exit would wait for them."""
+    """Ends a failed process at once if its threads wait for a store; the usual exit would wait for them."""
     if code == EXIT_FAILED and patience().keeps_threads:
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
@@ -92,7 +92,7 @@ def leave_threads_behind(code: int) -> None:
 
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
-    """Ends a command in which nothing waits to save; an exception could not, while an extension module loads."""
+    """Ends a command that has nothing to save; an exception is lost while an extension module loads."""
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: it is being written to
         sys.stdout.flush()
     _end()
@@ -133,7 +133,7 @@ def _end() -> None:
 
 
 def _answer(number: int, waits_for: str) -> None:
-    """Prints, once per signal, what the command waits for: the first of the two threads to get here does."""
+    """Prints what the command waits for, once per signal, by whichever thread comes first."""
     try:
         _UNANSWERED.remove(number)
     except KeyError:
@@ -144,7 +144,7 @@ def _answer(number: int, waits_for: str) -> None:
 
 
 def _write(line: str) -> None:
-    """Writes a line to standard error, past Python's buffers; a bar in the line is cleared."""
+    """Writes a line to standard error without Python's buffers, after clearing a bar."""
     with contextlib.suppress(OSError, ValueError, AttributeError):
         descriptor = sys.stderr.fileno()
         clear = "\r\x1b[K" if os.isatty(descriptor) else ""

@@ -1,10 +1,9 @@
-"""One door to storage: paths of this machine, of Google Cloud Storage (gs://) and of S3 (s3://), used alike.
+"""The one interface to storage: local paths, Google Cloud Storage (gs://) and S3 (s3://).
 
-`as_path` makes a path from a text. The path has pathlib's methods, on a disk or in a store, so other modules do
-not ask which. A path of this machine is a `pathlib.Path`.
+`as_path` makes a path from text. It has pathlib's methods on a disk and in a store, so other modules need not
+distinguish them. A local path is a `pathlib.Path`.
 
-In an object store an object appears whole or not at all, and there are no folders: one is there while an object lies
-below it, and nothing needs to make it.
+In an object store, objects appear atomically, and a folder exists while objects are below it; it is never created.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ if TYPE_CHECKING:
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
 _SCHEMES = " or ".join(f"{scheme}://" for scheme in STORES)
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_SPECIAL = "?#*[]\\"  # clients of stores take these for a query, a version, a pattern or a slash, each its own way
+_SPECIAL = "?#*[]\\"  # clients read these as a query, a version, a pattern or a slash, each in its own way
 _LOOK_S = 5.0
-_MOST_BYTES = 800  # of a name; stores end at 1,024, and a run adds names of its own
+_MOST_BYTES = 800  # bound of a name; stores allow 1,024, and a run appends its own names
 
 
 AnyPath = Path | RemotePath
@@ -43,15 +42,15 @@ T = TypeVar("T")
 
 
 def scheme_of(text: str) -> str | None:
-    """Returns the scheme of a URL, None for a path of this machine."""
+    """Returns the scheme of a URL; None for a local path."""
     url = _URL.match(text.strip())
     return url[1] if url and url[2] else None
 
 
 def url_fault(text: str, may_hold_pattern: bool = False) -> str | None:
-    """Returns the rule that a text breaks which begins with a scheme; None for a sound URL, and for other texts.
+    """Returns the rule broken by a URL; None for a valid URL and for text without a scheme.
 
-    The rule for all URLs: of config keys, arguments and data. A text with one slash after its scheme counts as a URL.
+    Applies to URLs in config keys, arguments and data. Text with one slash after its scheme counts as a URL.
 
     Args:
       text: a path or a URL.
@@ -72,14 +71,14 @@ def is_remote(path: str) -> bool: ...
 def is_remote(path: AnyPath | str) -> bool:
     """Returns whether a path is in an object store.
 
-    Callers ask for messages, for options of libraries that reach stores by themselves, and where the two kinds of
-    storage take two algorithms. Everything else asks a function of this module, or a method that both kinds have.
+    For messages, for options of libraries with their own store clients, and where the two kinds of storage need
+    different algorithms. All other code uses this module's functions or the paths' common methods.
     """
     return isinstance(path, RemotePath) or scheme_of(str(path)) in STORES
 
 
 def _store_fault(url: str, may_hold_pattern: bool) -> str | None:
-    """Returns the rule that the URL of a store breaks, with a URL that keeps it; None if it breaks none."""
+    """Returns the rule broken by a store's URL and a URL that works, or None."""
     scheme, bucket, name = split(url.strip())
     if not bucket:
         return f"a local path or a URL with a bucket, such as {scheme}://bucket/{name or 'folder'}"
@@ -105,17 +104,17 @@ def _store_fault(url: str, may_hold_pattern: bool) -> str | None:
 
 
 def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
-    """Returns the path that a text names: absolute, `~` expanded, or an object store's.
+    """Returns the path named by a text: absolute, with `~` expanded, or in an object store.
 
     Raises:
-      ConfigError: another scheme than gs:// and s3://, a URL that breaks a rule, or a package is missing.
+      ConfigError: a scheme other than gs:// and s3://, an invalid URL, or a missing package.
     """
     if isinstance(text, RemotePath):
         return text
     text = os.fspath(text)
     scheme = scheme_of(text)
     if scheme is None:
-        return Path(os.path.expanduser(text)).absolute()  # `~name` of an unknown user stays
+        return Path(os.path.expanduser(text)).absolute()  # `~name` of an unknown user is kept
     if rule := url_fault(text):
         raise ConfigError(f"{text[:80]}: must be {rule}")
     file_system(scheme)  # a missing package raises here
@@ -123,7 +122,7 @@ def as_path(text: str | os.PathLike[str] | RemotePath) -> AnyPath:
 
 
 def as_typed(text: str) -> AnyPath:
-    """Returns the path that a text names; a relative one stays as typed, since it is printed."""
+    """Returns the path named by a text; a relative path is kept as typed, for printing."""
     return as_path(text) if is_remote(text) else Path(text)
 
 
@@ -133,8 +132,10 @@ def user_cache() -> Path:
 
 
 def kept_here(folder: AnyPath) -> Path:
-    """Returns the local folder for files that belong to a folder but cannot be in an object store: locks, files
-    that grow. It is the folder itself, or one in the user's cache, which is made."""
+    """Returns the local folder for a folder's files that cannot be in an object store, such as locks.
+
+    It is the folder itself, or a new one in the user's cache.
+    """
     if isinstance(folder, Path):
         return folder
     found = user_cache() / "stores" / hashlib.blake2b(folder.url.encode(), digest_size=8).hexdigest()
@@ -170,10 +171,10 @@ def subfolders(folder: AnyPath) -> list[str]:
 
 
 def file_sizes(folder: AnyPath) -> dict[str, int]:
-    """Returns the bytes of the files that are directly in a folder, by their names, by one listing.
+    """Returns the sizes in bytes of a folder's direct files, by name, from one listing.
 
     Raises:
-      FileNotFoundError: there is no folder on a disk; an object store has none that are empty.
+      FileNotFoundError: there is no such folder on a disk; object stores have no empty folders.
     """
     if isinstance(folder, RemotePath):
         try:
@@ -185,7 +186,7 @@ def file_sizes(folder: AnyPath) -> dict[str, int]:
 
 
 def size_of(path: AnyPath, listed: Mapping[str, int]) -> int | None:
-    """Returns the bytes of a file, None if there is none.
+    """Returns the size of a file in bytes, or None if there is no file.
 
     Args:
       path: the file.
@@ -200,14 +201,14 @@ def size_of(path: AnyPath, listed: Mapping[str, int]) -> int | None:
 
 
 def is_misplaced(path: AnyPath, is_folder: bool) -> bool:
-    """Returns whether something else than a file, or than a folder, is at a path; object stores hold files only."""
+    """Returns whether a path is of the wrong kind, file or folder; object stores only hold files."""
     if isinstance(path, RemotePath):
         return False
     return os.path.lexists(path) and not (path.is_dir() if is_folder else path.is_file())
 
 
 def missing_folder(path: AnyPath) -> str | None:
-    """Returns, in words, that no folder is at a path; None if there is one."""
+    """Returns a message if no folder is at a path, or None."""
     if path.is_dir():
         return None
     seen_from = "" if isinstance(path, RemotePath) else f" (seen from {os.getcwd()})"
@@ -215,11 +216,11 @@ def missing_folder(path: AnyPath) -> str | None:
 
 
 def open_whole(path: AnyPath) -> BinaryIO:
-    """Opens a file for reading. An object is read at once, so that all its bytes are of one version.
+    """Opens a file for reading. An object is read by one request, so that all bytes are of one version.
 
     Raises:
-      ConfigError: it is not a file.
-      OSError: it cannot be read.
+      ConfigError: the path is not a file.
+      OSError: the file cannot be read.
     """
     if is_misplaced(path, is_folder=False):
         raise ConfigError(f"{path}: must be a file")
@@ -227,7 +228,7 @@ def open_whole(path: AnyPath) -> BinaryIO:
 
 
 def read_range(path: AnyPath, begin: int, end: int) -> bytes:
-    """Returns the bytes of a file from `begin` to before `end`; fewer if a file of a disk is shorter."""
+    """Returns the bytes of a file from `begin` to before `end`; fewer if a local file is shorter."""
     if isinstance(path, RemotePath):
         return path.read_range(begin, end)
     with path.open("rb") as file:
@@ -236,14 +237,16 @@ def read_range(path: AnyPath, begin: int, end: int) -> bytes:
 
 
 def look_period(path: AnyPath) -> float:
-    """Returns the seconds between two reads of a file that others write: in an object store each read is a request."""
+    """Returns the seconds between two reads of a growing file; in an object store each read is a request."""
     return _LOOK_S if isinstance(path, RemotePath) else 0.0
 
 
 @contextlib.contextmanager
 def place_here(folder: AnyPath) -> Iterator[Path]:
-    """Yields a folder of this machine for files that grow and belong to a folder: the folder itself, or a temporary one
-    if the folder is in an object store, whose files `send` or `copy_tree` copies."""
+    """Yields a local folder for a folder's growing files.
+
+    It is the folder itself, or a temporary one for an object store; `send` or `copy_tree` then copies the files.
+    """
     if isinstance(folder, Path):
         yield folder
         return
@@ -252,7 +255,7 @@ def place_here(folder: AnyPath) -> Iterator[Path]:
 
 
 def send(file: Path, target: AnyPath) -> bool:
-    """Copies a file of this machine to where it belongs; returns False if it is there already, as `target` itself."""
+    """Copies a local file to its target; returns False if the file is `target` itself."""
     if file == target:
         return False
     target.write_bytes(file.read_bytes())
@@ -260,7 +263,7 @@ def send(file: Path, target: AnyPath) -> bool:
 
 
 def upload(file: Path, target: AnyPath) -> None:
-    """Copies a large file of this machine, part by part."""
+    """Copies a large local file in parts."""
     if isinstance(target, RemotePath):
         target.upload(file)
     else:
@@ -268,10 +271,10 @@ def upload(file: Path, target: AnyPath) -> None:
 
 
 def clone_tree(source: AnyPath, target: AnyPath, last: str) -> None:
-    """Gives the files below a folder a second place, which is whole (`is_whole`) once all of them are there.
+    """Copies or links the files below a folder; the target is whole (`is_whole`) once all are there.
 
-    Objects are copied inside of their store, the one named `last` after all others. Files of a disk are linked, or
-    copied where it has no links.
+    Objects are copied inside their store, `last` after all others. Local files are linked, or copied where links are
+    impossible.
 
     Raises:
       OSError: a file cannot be read or written.
@@ -293,8 +296,10 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 def is_whole(folder: AnyPath, last: str) -> bool:
-    """Returns whether a folder that was made under another name is complete: on a disk always, since it was renamed;
-    in an object store, where folders are copied, once the object named `last` is there."""
+    """Returns whether a folder made under another name is complete.
+
+    It always is on a disk, which renames it; an object store copies it, the object `last` at the end.
+    """
     return not isinstance(folder, RemotePath) or (folder / last).is_file()
 
 
@@ -305,7 +310,7 @@ def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
 
 
 def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
-    """Makes the requests of a folder's objects side by side; re-raises the first failure."""
+    """Makes one request per object in parallel; re-raises the first failure."""
     from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-objects") as pool:
@@ -313,7 +318,7 @@ def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
 
 
 def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None) -> None:
-    """Copies the files below a local folder, or those `names` of it, into another folder, unless it is the same one."""
+    """Copies the files below a local folder, or only `names`, into another folder, unless both are the same."""
     if source == target:
         return
     files = [path for path in source.rglob("*") if path.is_file()] if names is None else [source / n for n in names]
@@ -324,7 +329,7 @@ def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None)
 
 
 def probe(folder: AnyPath) -> None:
-    """Writes, reads and removes a small object, so that a missing permission is reported before anything starts.
+    """Writes, reads and removes a small object, to report a missing permission before work starts.
 
     Does nothing to a folder of a disk.
 
@@ -343,7 +348,7 @@ def probe(folder: AnyPath) -> None:
 
 @contextlib.contextmanager
 def storage_errors(path: object) -> Iterator[None]:
-    """Turns exceptions of store clients in the block into one line; other exceptions pass."""
+    """Turns store clients' exceptions in the block into one-line errors; others pass."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Consoles and tables that keep to the width of a terminal, and output that may be piped.
+"""Consoles and tables that fit the width of a terminal, and output that may be piped.
 
 Output to a pipe or a file is never folded.
 """
@@ -18,11 +18,11 @@ from rich.text import Text
 
 from maxbatch.system.folding import printable
 
-PIPE_WIDTH = 400  # wider than any table here: nothing is cut off
+PIPE_WIDTH = 400  # wider than any table here, so that nothing is cut off
 
 
 class PlainConsole(Console):
-    """A console of plain text: the width of the terminal, or no limit to speak of."""
+    """A console of plain text, with the terminal's width or practically none."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"highlight": False, "markup": False, "emoji": False, **settings})
@@ -30,13 +30,13 @@ class PlainConsole(Console):
             self.width = PIPE_WIDTH
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Yields the printed segments; a text of a file cannot move the cursor of a terminal."""
+        """Yields the printed segments, with control characters of foreign text escaped."""
         for segment in super().render(renderable, options):
             is_plain = segment.control or segment.text.isprintable()
             yield segment if is_plain else Segment(printable(segment.text), segment.style)
 
     def render_str(self, text: str, **settings: Any) -> Text:
-        """Returns a text to print, of its final width, so that the columns of a table stay in line."""
+        """Returns a text at its printed width, so that columns of a table stay aligned."""
         return super().render_str(printable(text), **settings)
 
 
@@ -57,15 +57,15 @@ class TrainingConsole(PlainConsole):
 
 
 def discard_output() -> None:
-    """Sends standard output nowhere, so that the interpreter does not flush into a closed pipe when it ends."""
+    """Discards standard output, so that the interpreter does not flush into a closed pipe at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class PlainTable(Table):
     """A borderless table that truncates no cell.
 
-    Columns that do not fit side by side follow in further tables, each of which repeats the first column and leaves out
-    rows that have nothing else. Only a cell that is itself wider than the terminal is folded, between words.
+    Columns that do not fit follow in further tables; each repeats the first column and leaves out rows without other
+    cells. Only a cell wider than the terminal is folded, between words.
     """
 
     def __init__(self, *heads: str, justify: JustifyMethod = "left") -> None:
@@ -74,7 +74,7 @@ class PlainTable(Table):
             self.add_column(head, justify=justify, no_wrap=True)
 
     def add_row(self, *cells: RenderableType | None, **settings: Any) -> None:
-        """Adds a row; a text of a file stays in its cell, whatever it holds."""
+        """Adds a row; any text stays inside its cell."""
         super().add_row(*(printable(cell, keep="") if isinstance(cell, str) else cell for cell in cells), **settings)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -93,7 +93,7 @@ class PlainTable(Table):
             yield from table.__rich_console__(console, options)
 
     def _part(self, places: Sequence[int], rows: Iterable[int]) -> Table:
-        """Returns a table of some columns and rows of this one, which folds no cell."""
+        """Returns a table of some columns and rows, without folding."""
         columns, cells = ([self.columns[i].copy() for i in places], [list(self.columns[i].cells) for i in places])
         for column in columns:
             column.no_wrap = True
@@ -107,7 +107,7 @@ class PlainTable(Table):
 
 
 def _parts(widths: list[int], width: int) -> list[list[int]]:
-    """Returns the columns of each table, as many as fit, the first column in all of them."""
+    """Returns the columns of each table: as many as fit, always with the first."""
     parts: list[list[int]] = [[0]]
     for column in range(1, len(widths)):
         if len(parts[-1]) > 1 and sum(widths[i] for i in parts[-1]) + widths[column] > width:

@@ -1,8 +1,8 @@
-"""A pool of worker processes in which a call that crashes its worker, or takes too long, fails alone.
+"""A pool of worker processes; a call that crashes its worker or takes too long fails alone.
 
-A worker is an interpreter of its own, `python -m maxbatch.system.worker_pool`. It does not import the caller's main
-module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints to standard error. Items carry numbers, and an
-answer counts only with the number of its item; a process that the function forks answers nothing.
+A worker is a separate interpreter, `python -m maxbatch.system.worker_pool`. It does not import the caller's main
+module, leaves Ctrl-C and SIGTERM to its parent, ends with it, and prints to standard error. Items have numbers, and an
+answer needs its item's number; processes forked by the function do not answer.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from maxbatch.system.child_process import end_with_parent, is_stopped, leave_signals_to_parent
 
-# For imports, which may take long but must not stop the caller forever.
+# For imports, which may take long but not forever.
 _SETUP_LIMIT_S = 300.0
-# How often a silent worker is checked: a process that it has started may hold its end of the connection open.
+# Interval of checks on a silent worker, whose own child may hold the connection open.
 _POLL_S = 0.5
-# Within which a worker that closed its connection has ended; writing a core dump takes a while.
+# Time for a worker to end after it closed its connection; writing a core dump takes a while.
 _END_S = 30.0
-_SETUP = 0  # the number of the response that the worker is set up
+_SETUP = 0  # number of the response after set-up
 _MOST_ANSWER_BYTES = 1 << 30
 
 
@@ -43,7 +43,7 @@ class WorkerEnded(Exception):
 
 
 class Killed(WorkerEnded):
-    """The worker was killed or stopped, which a call does not do: a person did, or the system ran out of memory."""
+    """The worker was killed or stopped from outside: by a person, or by the system when out of memory."""
 
 
 class TimedOut(WorkerEnded):
@@ -57,7 +57,7 @@ _Part = deque[tuple[Future[Answer], Item]]  # items, and the futures of their re
 
 
 class WorkerPool(Generic[Item, Answer]):
-    """Worker processes that call one function, and a thread for each that serves it; a context manager."""
+    """Worker processes that call one function, each served by a thread; a context manager."""
 
     def __init__(
         self,
@@ -69,17 +69,17 @@ class WorkerPool(Generic[Item, Answer]):
         attempts: int = 1,
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Starts the workers and does not wait for them.
+        """Starts the workers without waiting for them.
 
         Args:
-          setup: called once in each worker, new ones as well; returns the function that is called for each item.
-            It is pickled, and so are items and answers.
-          workers: how many.
-          limit_s: seconds that a call may take.
-          memory_bytes: bound on the private memory of each worker and of what it starts, where the system has such a
-            bound (Linux); an allocation beyond it raises MemoryError in the function.
-          attempts: how often an item is called while its worker is killed (`Killed`), each time in a new one.
-          variables: environment variables of the workers, besides the caller's.
+          setup: called once in each worker, including replacements; returns the function for items. It is pickled, and
+            so are items and answers.
+          workers: number of workers.
+          limit_s: limit of a call, in seconds.
+          memory_bytes: bound on the private memory of each worker and its children, on Linux; an allocation beyond it
+            raises MemoryError in the function.
+          attempts: tries of an item whose worker is killed (`Killed`), each in a new worker.
+          variables: the workers' environment variables, beside the caller's.
         """
         self._parts: queue.SimpleQueue[_Part[Answer, Item] | None] = queue.SimpleQueue()
         self._is_closed, self._attempts = False, attempts
@@ -95,29 +95,29 @@ class WorkerPool(Generic[Item, Answer]):
             thread.start()
 
     def wait_for_setup(self) -> None:
-        """Waits until every worker is set up; raises WorkerEnded if one ended, and whatever `setup` raised."""
+        """Waits until every worker is set up; raises WorkerEnded if one ended, or the exception of `setup`."""
         for started in self._started:
             started.result()
 
     def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
         """Returns futures of the function's results for each item; batches are served in order.
 
-        A future raises the error of the function or of a new worker's setup, WorkerEnded if the worker ended over the
-        item, TimedOut, or CancelledError once the pool is closed.
+        A future raises the error of the function or of a new worker's setup, WorkerEnded if the worker ended during the
+        call, TimedOut, or CancelledError after the pool is closed.
         """
         if self._is_closed:
             raise RuntimeError("the worker pool is closed")
         futures: list[Future[Answer]] = [Future() for _ in items]
         left = deque(zip(futures, items, strict=True))
         while left:
-            # Large parts first, single items last, so that the workers finish together whatever an item takes
-            # (guided self-scheduling: Polychronopoulos and Kuck 1987).
+            # Large parts first, single items last, so that workers finish together (guided self-scheduling:
+            # Polychronopoulos and Kuck 1987).
             size = -(-len(left) // (2 * len(self._workers)))
             self._parts.put(deque(left.popleft() for _ in range(size)))
         return futures
 
     def close(self) -> None:
-        """Kills the workers; calls under way are cancelled."""
+        """Kills the workers and cancels their calls."""
         self._is_closed = True
         for worker in self._workers:
             worker.kill_for_good()
@@ -139,16 +139,16 @@ class WorkerPool(Generic[Item, Answer]):
             started.set_exception(error)
         while (part := self._parts.get()) is not None:
             self._call(worker, part)
-            # A worker that has just ended is replaced now, while no item waits for it.
+            # Replace an ended worker now, while no item waits for it.
             with contextlib.suppress(Exception):
                 worker.start()
         worker.end()
 
     def _call(self, worker: _Worker, part: _Part[Answer, Item]) -> None:
-        killed = 0  # over the first item
+        killed = 0  # times during the first item
 
         def final(error: Exception) -> Exception | None:
-            """Returns the error of the first item, or None if it is called again."""
+            """Returns the error of the first item, or None to try again."""
             nonlocal killed
             killed += isinstance(error, Killed)
             if not isinstance(error, Killed) or self._attempts == 1:
@@ -179,7 +179,7 @@ class WorkerPool(Generic[Item, Answer]):
 
 
 class _Worker:
-    """One worker process, to be used by one thread."""
+    """One worker process, used by one thread."""
 
     def __init__(self, setup: bytes, limit_s: float, spawn: Callable[[int], subprocess.Popen[bytes]]) -> None:
         self._setup, self._limit_s, self._spawn = setup, limit_s, spawn
@@ -190,7 +190,7 @@ class _Worker:
         self._connection: Connection | None = None
 
     def start(self) -> None:
-        """Starts the process unless it is alive, waits until it is set up, and re-raises the exception of `setup`."""
+        """Starts the process unless it is alive, waits for its set-up, and re-raises the exception of `setup`."""
         if self._process is not None and self._process.poll() is None:
             return
         self.end()
@@ -209,7 +209,7 @@ class _Worker:
             raise error
 
     def answers(self, items: Sequence[object]) -> Iterator[tuple[Any, Exception | None]]:
-        """Yields the result or the exception of each item; WorkerEnded: the process ended over the next."""
+        """Yields the result or the exception of each item; raises WorkerEnded if the process ended during the next."""
         assert self._connection is not None
         numbered = list(enumerate(items, self._next))
         with self._telling_the_end():
@@ -219,14 +219,14 @@ class _Worker:
             yield self._receive(number, self._limit_s)
 
     def kill_for_good(self) -> None:
-        """Kills the process, from any thread, and lets no other be started."""
+        """Kills the process, from any thread, and prevents a restart."""
         with self._lock:
             self._is_closed = True
             if self._process is not None:
                 self._process.kill()
 
     def end(self) -> None:
-        """Kills the process, if there is one."""
+        """Kills the process if there is one."""
         process, self._process = self._process, None
         if process is not None:
             process.kill()
@@ -235,7 +235,7 @@ class _Worker:
             process.communicate()
 
     def _receive(self, number: int, limit_s: float) -> tuple[Any, Exception | None]:
-        """Returns the result of the item of this number; results with other numbers are dropped."""
+        """Returns the result with this number, and drops others."""
         end, answered = time.monotonic() + limit_s, None
         with self._telling_the_end():
             while answered != number:
@@ -263,7 +263,7 @@ class _Worker:
             assert self._process is not None
             how, code = "closed its connection", None
             with contextlib.suppress(subprocess.TimeoutExpired):
-                code = self._process.wait(_END_S)  # the connection closes a moment before the process ends
+                code = self._process.wait(_END_S)  # the connection closes shortly before the process ends
                 how = "ended with " + (f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}")
             self.end()
             raise (Killed if code == -signal.SIGKILL else WorkerEnded)(f"the process {how}") from None
@@ -299,12 +299,12 @@ def _answer(
     for number, item in numbered:
         answer = (number, *_call(function, item))
         if os.getpid() != process:
-            os._exit(0)  # a process that the function forked, and that came back from it
+            os._exit(0)  # a process forked by the function, which returned from it
         connection.send(answer)
 
 
 def _main() -> None:
-    """Serves the connection whose file descriptor is the first argument, until it closes.
+    """Serves the connection in the first argument, a file descriptor, until it closes.
 
     The second argument is the bound on memory in bytes, 0 for none.
     """

@@ -115,7 +115,7 @@ def test_a_maxtext_file_names_its_import(tmp_path: Path, capsys: pytest.CaptureF
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("--rampup-batch-size 16 16 96", "corresponds to batch_size_schedule"),
+        ("--rampup-batch-size 16 16 96", "maps to batch_size_schedule"),
         ("--rampup-batch-size 16 16 96 --global-batch-size 64", "works: batch_size_schedule='0:16 32:32 64:48 96:64'"),
         ("--micro-batch-size 2", "works: per_device_batch_size=2"),
         ("--train-iters=7", "works: steps=7"),
@@ -182,5 +182,5 @@ def test_a_batch_of_prompts_is_told_from_the_global_batch(capsys: pytest.Capture
     assert "counts prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
     assert main(["train", "batch_size=32"]) == 2
     assert "counts prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
-    with pytest.raises(ConfigError, match=r"micro_batch_size \(Axolotl, .* corresponds to per_device_batch_size"):
+    with pytest.raises(ConfigError, match=r"micro_batch_size \(Axolotl, .* maps to per_device_batch_size"):
         load_config(overrides=["micro_batch_size=2"])

@@ -64,7 +64,7 @@ class Word(NamedTuple):
         if self.is_same:
             return f"({names}) is {self.keys[0]}: {self.why}"
         if self.keys:
-            return f"({names}) corresponds to {_listed(self.keys)}: {self.why}"
+            return f"({names}) maps to {_listed(self.keys)}: {self.why}"
         rule = "can be left out" if self.is_ignored else "is not supported"
         return f"({names}) {rule}: {self.why}"
 

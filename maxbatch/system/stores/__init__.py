@@ -1,4 +1,4 @@
-"""The object stores that paths may name. A new scheme is a module beside these, and its row in `STORES`."""
+"""The supported object stores. A new scheme needs a module here and a row in `STORES`."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ STORES: dict[str, ObjectStore[Any]] = {"gs": Google(), "s3": Amazon()}
 
 
 def store_of(url: str) -> ObjectStore[Any]:
-    """Returns the store of a URL whose scheme is in `STORES`."""
+    """Returns the store of a URL, whose scheme must be in `STORES`."""
     return STORES[split(url)[0]]

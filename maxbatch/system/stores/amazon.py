@@ -1,4 +1,4 @@
-"""S3, Amazon's and others': requests of s3fs, and settings of its clients."""
+"""S3, Amazon's and others': requests through s3fs, and settings of its clients."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any, Protocol
 
 from maxbatch.system.stores.store import CONNECT_S, MAX_REQUESTS, READ_S, FileSystem, chain, status_of
 
-_LARGEST_PART = 5 << 30  # of an upload in parts; the smallest, but for the last, has 5 MiB
+_LARGEST_PART = 5 << 30  # of a multipart upload; the smallest, except the last, has 5 MiB
 _MD5 = re.compile(r"[0-9a-f]{32}")
-_PLAIN = (None, "AES256")  # encryptions under which the ETag of an object is its MD5
+_PLAIN = (None, "AES256")  # encryptions with the MD5 as the ETag
 
 
 class S3Files(FileSystem, Protocol):
@@ -47,7 +47,7 @@ class Amazon:
         stated = conf.get("s3", {}).get("endpoint_url")
         if endpoint := stated or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
             found["endpoint"] = endpoint
-        if environment.get("AWS_ACCESS_KEY_ID"):  # looking for profiles as well prints errors where there are none
+        if environment.get("AWS_ACCESS_KEY_ID"):  # looking for profiles too would print errors if there are none
             found["aws_credentials"] = {"type": "environment"}
         return found | {"s3_request_retries": retries}
 
@@ -76,7 +76,7 @@ class Amazon:
         except Exception as error:
             if not any(status_of(one) == 501 for one in chain(error)):
                 raise
-            files.call_s3("delete_object", **where)  # not every S3 supports conditional deletes
+            files.call_s3("delete_object", **where)  # some S3 stores lack conditional deletes
         return True
 
     def join(self, files: S3Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
@@ -95,7 +95,7 @@ class Amazon:
 
 
 def _body(files: S3Files, answer: Mapping[str, Any], most: int | None = None) -> bytes:
-    """Returns the content that an answer brings; of one longer than `most` bytes the first ones."""
+    """Returns the content of an answer, at most its first `most` bytes."""
     from fsspec.asyn import sync
 
     if most is None or answer["ContentLength"] <= most:
@@ -109,7 +109,7 @@ def _body(files: S3Files, answer: Mapping[str, Any], most: int | None = None) ->
 
 
 def _stated(answer: Mapping[str, object], content: bytes) -> tuple[object, object]:
-    """Returns the MD5 that the store states and that of the content; nothing of an object written in parts."""
+    """Returns the store's MD5 and the content's; (None, None) for an object written in parts."""
     etag = str(answer.get("ETag", "")).strip('"')
     if not _MD5.fullmatch(etag) or answer.get("ServerSideEncryption") not in _PLAIN or "SSECustomerAlgorithm" in answer:
         return None, None

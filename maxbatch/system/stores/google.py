@@ -1,4 +1,4 @@
-"""Google Cloud Storage: requests of gcsfs to its JSON API, and settings of its clients."""
+"""Google Cloud Storage: requests through gcsfs to the JSON API, and settings of its clients."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Google:
         path, mark = f"{service}/upload/storage/v1/b/{quote(bucket)}/o", secrets.token_hex(16)
         named = f"--{mark}\nContent-Type: application/json\n\n{json.dumps({'name': name})}\n"
         begin = f"{named}--{mark}\nContent-Type: application/octet-stream\n\n"
-        body = begin.encode() + data + f"\n--{mark}--".encode()  # in parts, since an empty body is taken for none
+        body = begin.encode() + data + f"\n--{mark}--".encode()  # multipart, since an empty body counts as none
         headers = {"Content-Type": f'multipart/related; boundary="{mark}"'}
         match = version or "0"
         answer = files.call(
@@ -85,7 +85,7 @@ class Google:
 
     def join(self, files: GoogleFiles, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
         tail = f"{name}.tail"
-        try:  # by its version: a writer that was stopped may write a tail of its own at any time
+        try:  # by version: a stopped writer may write its own tail at any time
             found = self.version(files, bucket, tail)
         except FileNotFoundError:
             found = None
@@ -101,20 +101,20 @@ class Google:
 
 
 def _facts(files: Any, bucket: str, name: str) -> dict[str, Any]:
-    """Returns what the store knows of an object: its generation and size among others."""
+    """Returns the metadata of an object, such as generation and size."""
     found: dict[str, Any] = files.call("GET", _object(bucket, name), json_out=True)
     return found
 
 
 def _object(bucket: str, name: str) -> str:
-    """Returns the place of an object in the JSON API."""
+    """Returns the path of an object in the JSON API."""
     return f"b/{quote(bucket)}/o/{quote(name, safe='')}"
 
 
 def _stated(headers: Mapping[str, str], content: bytes) -> tuple[object, object]:
-    """Returns the MD5 or else the length that the store states, and that of the content."""
+    """Returns the store's MD5, or else its length, and the content's."""
     if headers.get("x-goog-stored-content-encoding", "identity") != "identity":
-        return None, None  # it was unpacked on its way
+        return None, None  # decompressed on the way
     hashes = ",".join(value for name, value in headers.items() if name.lower() == "x-goog-hash")
     if md5 := re.search(r"md5=([^,]+)", hashes):
         return md5[1].strip(), base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()

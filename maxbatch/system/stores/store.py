@@ -1,15 +1,15 @@
-"""The operations of an object store beyond fsspec's methods, and code that the clients of stores share."""
+"""Operations of an object store beyond fsspec's, and code shared by stores."""
 
 from __future__ import annotations
 
 from typing import IO, Any, Protocol, TypeVar
 
 MAX_REQUESTS = 32  # at the same time
-CONNECT_S, READ_S = 10, 30  # a request that is silent for longer has failed
+CONNECT_S, READ_S = 10, 30  # a request silent for longer has failed
 
 
 class FileSystem(Protocol):
-    """What the house asks of fsspec's file systems; a description of a file is the client's own record of it."""
+    """The methods used of fsspec's file systems; a file's description is the client's own record."""
 
     def info(self, path: str) -> dict[str, Any]: ...
     def ls(self, path: str, detail: bool) -> list[dict[str, Any]]: ...
@@ -35,39 +35,39 @@ class ObjectStore(Protocol[Files]):
     Methods raise the client's exceptions. A version changes with every write of an object.
     """
 
-    package: str  # which reaches it
-    extra: str  # of maxbatch, which installs the package
+    package: str  # Python package of the client
+    extra: str  # maxbatch's extra that installs the package
     sign_in: str  # how to get credentials, for messages
-    needs: str  # rights that a run needs, for messages
-    make_bucket: str  # the command that makes a bucket, which follows it
+    needs: str  # rights needed by a run, for messages
+    make_bucket: str  # command that makes a bucket; the bucket's name follows
 
     def configure(self, conf: dict[str, object]) -> None:
         """Completes fsspec's settings of the scheme, and the environment, before a client is made."""
 
     def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
-        """Returns TensorStore's specification of a folder; `retries` are its pauses between tries of a request."""
+        """Returns TensorStore's specification of a folder; `retries` sets its pauses between tries."""
 
     def version(self, files: Files, bucket: str, name: str) -> str:
-        """Returns the version of an object; FileNotFoundError if there is none."""
+        """Returns the version of an object; raises FileNotFoundError if there is none."""
 
     def read(self, files: Files, bucket: str, name: str, most: int) -> tuple[bytes, str]:
         """Returns the first `most` bytes of an object, and its version."""
 
     def read_checked(self, files: Files, bucket: str, name: str) -> tuple[bytes, object, object]:
-        """Returns the content of an object, the hash or length that the store states, and that of the content."""
+        """Returns the content of an object, the store's hash or length of it, and the content's own."""
 
     def write(self, files: Files, bucket: str, name: str, data: bytes, version: str | None) -> str:
-        """Writes an object that has a version, or that is not there (None); returns its new version."""
+        """Writes an object if it has this version, or does not exist (None); returns its new version."""
 
     def remove(self, files: Files, bucket: str, name: str, version: str) -> bool:
-        """Removes an object that has a version; returns whether it did."""
+        """Removes an object if it has this version; returns whether it did."""
 
     def join(self, files: Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
-        """Adds bytes to the end of an object of `size` bytes that has a version, inside of the store."""
+        """Appends bytes, inside the store, to an object of `size` bytes if it has this version."""
 
 
 def split(url: str) -> tuple[str, str, str]:
-    """Returns the scheme, the bucket and the name in the bucket."""
+    """Splits a URL into scheme, bucket and name."""
     scheme, _, rest = url.partition("://")
     bucket, _, name = rest.partition("/")
     return scheme, bucket, name
@@ -83,7 +83,7 @@ def chain(error: BaseException | None) -> list[BaseException]:
 
 
 def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status that an exception of a client carries."""
+    """Returns the HTTP status in a client's exception, or None."""
     response = getattr(error, "response", None)
     metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
     for value in (getattr(error, "code", None), getattr(error, "status", None), metadata.get("HTTPStatusCode")):
@@ -93,5 +93,5 @@ def status_of(error: BaseException) -> int | None:
 
 
 def has_lost(error: BaseException) -> bool:
-    """Returns whether a store reports that the precondition does not hold, or that another client is writing."""
+    """Returns whether a precondition failed, or another client is writing."""
     return isinstance(error, FileExistsError) or any(status_of(one) in (409, 412) for one in chain(error))

@@ -122,8 +122,8 @@ def test_verls_command_is_answered_with_its_batch_here(
     assert captured.err.count("\n") == 1 and not captured.out and not (tmp_path / "maxbatch.yml").exists()
     for answer in (
         "data.train_batch_size=1024 (verl) is batch_size",
-        "ppo_mini_batch_size=256 (verl) corresponds to num_minibatches",
-        "ppo_micro_batch_size_per_gpu=16 (verl) corresponds to micro_batch_size",
+        "ppo_mini_batch_size=256 (verl) maps to num_minibatches",
+        "ppo_micro_batch_size_per_gpu=16 (verl) maps to micro_batch_size",
         "rollout.n=5 (verl) is num_generations",
         "maxbatch plan rl --words",
     ):
