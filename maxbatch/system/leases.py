@@ -152,7 +152,7 @@ class _Lock:
 
 
 def _clocks() -> Clocks:
-    """Returns this machine's clocks in seconds: monotonic, time of day and, where there is one, monotonic through sleep.
+    """Returns this machine's clocks in seconds: monotonic, time of day and, if any, monotonic through sleep.
 
     The time of day is right again after a virtual machine was stopped.
     """
