@@ -43,6 +43,7 @@ class Resume(NamedTuple):
     samples_seen: int = 0
     hosts: int | None = None  # None: unknown
     loading_hosts: int | None = None  # the hosts among them that read the data
+    samples_planned: int | None = None  # of `filter_groups`: the prompts of its batches; None: not stated
 
 
 NEW_RUN = Resume()
@@ -182,7 +183,7 @@ class BatchPlan:
         check_attention(config, meshes.training.sizes["context"])
         unit = MicrobatchUnit.from_config(config, meshes.training)
         rl = RLBatch.if_stated(config, meshes, unit)
-        manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2])
+        manager = RampupBatchManager.on_devices(config, unit, rl, samples_per_epoch, resume[:2], resume.samples_planned)
         last, total = manager.stages[manager.listed[-1]], manager.total_samples
         filters = rl is not None and rl.max_prompts_per_batch is not None
         if filters:

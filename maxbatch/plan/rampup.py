@@ -127,11 +127,16 @@ class RampupBatchManager:
         rl: RLBatch | None,
         samples_per_epoch: int | None,
         anchor: tuple[int, int],
+        samples_planned: int | None = None,
     ) -> RampupBatchManager:
-        """Plans the rest of a run on devices whose unit and whose batch of pairs are known."""
+        """Plans the rest of a run on devices whose unit and whose batch of pairs are known.
+
+        With `filter_groups` the plan counts the prompts of its batches, since those that are read are known only
+        afterwards: `samples_planned` until the anchor, or (None) as many as batches of today's size have.
+        """
         if rl and rl.max_prompts_per_batch is not None:
-            # The plan counts trained prompts, since the prompts read are known only afterwards.
-            anchor = (anchor[0], anchor[0] // rl.updates_per_batch * rl.batch_size)
+            of_batches = anchor[0] // rl.updates_per_batch * rl.batch_size
+            anchor = (anchor[0], of_batches if samples_planned is None else samples_planned)
         split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=anchor[1])
         manager = cls(
             split,

@@ -40,12 +40,13 @@ class Position(NamedTuple):
     """The position of a run: Python numbers, since 32-bit counters overflow at 2.1 billion tokens."""
 
     step: int = 0  # completed updates
-    samples_seen: int = 0  # rows of the stream that were trained on
+    samples_seen: int = 0  # samples of the stream that were read
     skipped_updates: int = 0  # of the completed updates, those skipped as non-finite
     consecutive_skips: int = 0  # of those, the ones in a row at the end
     noise_scale: NoiseScale = NoiseScale()  # averages of the gradient noise so far
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
     best_eval: BestEval = BestEval()
+    samples_planned: int | None = None  # those of its batches, where `filter_groups` reads more; None: samples_seen
 
     @property
     def trained_updates(self) -> int:
@@ -95,7 +96,10 @@ class CheckpointRecord(NamedTuple):
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
-        saved = self._asdict() | {"position": self.position._asdict()}
+        position = self.position._asdict()
+        if self.position.samples_planned is None:
+            del position["samples_planned"]
+        saved = self._asdict() | {"position": position}
         for part, stored in (("parameters", self.parameters), ("average", self.average)):
             saved[part] = stored and {name: one._asdict() for name, one in stored.items()}
         if self.average is None:  # left out for runs without one
@@ -121,7 +125,9 @@ class CheckpointRecord(NamedTuple):
         trace, square, mass = map(_finite, saved["position"]["noise_scale"])
         weightless = _whole(saved["position"].get("weightless_updates", 0))
         best = _best_eval(saved["position"].get("best_eval", BestEval()))
-        position = Position(step, samples_seen, skipped, in_a_row, NoiseScale(trace, square, mass), weightless, best)
+        planned = saved["position"].get("samples_planned")
+        noise, planned = NoiseScale(trace, square, mass), None if planned is None else _whole(planned)
+        position = Position(step, samples_seen, skipped, in_a_row, noise, weightless, best, planned)
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
         if not (
             in_a_row <= skipped <= step - weightless

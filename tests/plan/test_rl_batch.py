@@ -12,6 +12,7 @@ from maxbatch.cli import main
 from maxbatch.config.keys import Part
 from maxbatch.config.loading import dump_config
 from maxbatch.config.sections import names_of
+from maxbatch.plan.batch import Resume
 
 RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")
 BATCH = ("batch_size=8", "num_generations=4", "micro_batch_size=-1", "max_target_length=20")
@@ -214,3 +215,15 @@ def test_the_plan_is_shown_in_pairs(capsys: pytest.CaptureFixture[str]) -> None:
     assert "32 pairs per update = 8 prompts x 4 responses" in out and "S1 to S4 are the pairs of stream[s]" in out
     assert main(["plan", RL, *BATCH, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["effective_batch_size"] == 32
+
+
+def test_a_resume_of_filtered_groups_goes_on_from_the_prompts_of_its_batches() -> None:
+    keys = ("filter_groups=true", "num_iterations=2", "steps=10", "batch_size=8")
+
+    def planned_at(samples_planned: int | None) -> tuple[int, int | None]:
+        config = load_config(RL, [*BATCH, *keys])
+        resumed = BatchPlan.from_config(config, 1, resume=Resume(4, 55, samples_planned=samples_planned))
+        return resumed.manager.anchor[1], resumed.manager.total_samples
+
+    assert planned_at(8) == (8, 8 + 3 * 8), "two batches of 4 prompts, three more of 8"
+    assert planned_at(None) == (16, 40), "an older checkpoint states none: all batches have today's size"

@@ -29,7 +29,7 @@ RECORD = CheckpointRecord(
 SUMMED = RECORD._replace(
     parameters={"embedding": StoredParameter((3, 2), "bfloat16", 11)},
     average={"embedding": StoredParameter((3, 2), "float32", 12)},
-    position=RECORD.position._replace(best_eval=BestEval(1.5, 2, 1)),
+    position=RECORD.position._replace(best_eval=BestEval(1.5, 2, 1), samples_planned=32),
 )
 
 
@@ -131,6 +131,7 @@ def test_it_must_agree_with_the_name_of_its_folder(tmp_path: Path, saved: Callab
         *(changed("position", "step", value) for value in (-4, "4", None, 4.5, True)),
         *(changed("position", "skipped_updates", value) for value in (-1, "1", None, 5)),
         *(changed("position", "consecutive_skips", value) for value in (-1, None, 2)),
+        *(changed("position", "samples_planned", value) for value in (-1, "1", 4.0)),
         *(changed("position", "noise_scale", value) for value in (None, 3, [], [1, 2], [1, 2, 3, 4], ["a", 1, 2])),
         *(changed("position", "noise_scale", [value, 0.0, 0.0]) for value in (float("nan"), None, True)),
         *(changed(None, "hosts", value) for value in (["a"], None, [1], [1, 2], [0, 0], [1, 1, 1], 3, ["1", "1"])),
