@@ -31,7 +31,7 @@ def main(output: str, began: str, *overrides: str) -> None:
         importlib.import_module(library)
         passed(f"import {library}")
     from maxbatch.training.compile.cache import use_persistent_cache
-    from maxbatch.training.pretraining import Pretraining
+    from maxbatch.training.pretraining import open_pretraining
     from maxbatch.training.session import RunContext, Session
 
     passed("import the rest of maxbatch")
@@ -51,10 +51,10 @@ def main(output: str, began: str, *overrides: str) -> None:
     passed("data")
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
-        session = Session(context, Pretraining(context))
+        session = Session(context, open_pretraining(context))
         passed("session")
-        with session.task.feed(session.start):
-            session.task.prepare(None, session.start)
+        assert session.built is not None, "a new run has updates left"
+        session.built.run(None, stack)
         passed("state, compile the update")
     Path(output).write_text(json.dumps(seconds))
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 
 import jax
 from ml_collections import ConfigDict
@@ -20,9 +21,9 @@ from benchmarks.handwritten import Form, HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
 from maxbatch.config.loading import load_config
-from maxbatch.data.feed.feed import Feed, StagedBatch
+from maxbatch.data.feed.feed import StagedBatch
 from maxbatch.training.compile.cache import CompileCounter
-from maxbatch.training.pretraining import Pretraining
+from maxbatch.training.pretraining import BuiltPretraining, open_pretraining
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.session import RunContext, Session
 
@@ -37,7 +38,9 @@ class FeedInTurns:
       seconds: of every side, per turn of `updates_per_turn` updates; the loop's under "loop".
     """
 
-    def __init__(self, feed: Feed, others: Mapping[str, Callable[[], object]], updates_per_turn: int) -> None:
+    def __init__(
+        self, feed: Iterator[StagedBatch], others: Mapping[str, Callable[[], object]], updates_per_turn: int
+    ) -> None:
         self._feed, self._others, self._updates_per_turn = feed, others, updates_per_turn
         self._taken = 0
         self._turn_began = 0.0
@@ -100,16 +103,15 @@ def _seconds_in_turns(
     config: ConfigDict, num_micro_batches: int, updates_per_turn: int, stack: ExitStack
 ) -> dict[str, list[float]]:
     context = RunContext(config, jax.devices(), stack)
-    task = Pretraining(context)
-    session = Session(context, task)
+    session = Session(context, open_pretraining(context))
     session.console.quiet = True
-    feed = stack.enter_context(task.feed(session.start))
-    session.state = task.prepare(None, session.start)
-    shape = task.steps.shape_for(session.plan.manager.stages[-1], True)
-    trainer = TrainerStep(config, task.mesh, task.abstract, task.steps[shape], shape)
+    assert isinstance(session.built, BuiltPretraining), "a new run has updates left"
+    running, state = session.built.run(None, stack)
+    shape = running.steps.shape_for(session.plan.manager.stages[-1], True)
+    trainer = TrainerStep(config, session.planned.mesh, session.planned.abstract, running.steps[shape], shape)
     handwritten = HandwrittenStep(
-        parameters_of_trainer(jax.device_get(session.state.params)),
-        task.mesh,
+        parameters_of_trainer(jax.device_get(state.params)),
+        session.planned.mesh,
         Form(config.base_num_query_heads),
         (num_micro_batches, shape.micro_batch, config.max_target_length),
         LEARNING_RATE,
@@ -118,9 +120,10 @@ def _seconds_in_turns(
     sides = {"hand-written": lambda: handwritten(rows), "update": lambda: trainer(rows, num_micro_batches)}
     check_equal(*sides.values())
 
-    in_turns = FeedInTurns(feed, sides, updates_per_turn)
+    in_turns = FeedInTurns(running.feed, sides, updates_per_turn)
     recorder = session.open_recorder(stack.enter_context(CompileCounter()), stack)
-    session.train(in_turns, recorder, stack.enter_context(Profiler("", session.folder.path / "profile")))
+    profiler = stack.enter_context(Profiler("", session.folder.path / "profile"))
+    session.train(replace(running, feed=in_turns), state, recorder, profiler)
     return in_turns.seconds
 
 

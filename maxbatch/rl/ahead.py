@@ -44,7 +44,7 @@ class BatchesAhead:
         saved: str | None = None,
     ) -> None:
         self._workshop, self._end, self._num_prompts = workshop, first, num_prompts
-        self._last: CollectedBatch | None = None  # the batch that is trained on, if it is sampled meanwhile
+        self._last: CollectedBatch | None = None  # the batch that is trained on
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="maxbatch-sampling") if is_apart else None
         self._waiting: deque[Future[CollectedBatch]] = deque()  # at most `off_policy_steps` between two batches
@@ -76,19 +76,24 @@ class BatchesAhead:
         is_whole = num_read == most or (num_read < most and not batch.groups_missing)
         return saved.num_prompts == batch.num_prompts and is_whole
 
-    def next(self, params: State) -> CollectedBatch:
-        """Returns the batch to train on, and has those sampled that these parameters are to sample.
+    def take(self, update: int, params: State) -> CollectedBatch:
+        """Returns the batch of an update; the first on a batch takes the next one and starts sampling others.
 
         Without `off_policy_steps` the batch samples itself while it is trained on.
 
         Args:
-          params: the parameters before the batch's first update, on the devices that train.
+          update: its number within the batch, from 0.
+          params: the parameters before it, on the devices that train.
         """
+        if self._last is None or update == 0:
+            self._last = self._next(params)
+        return self._last
+
+    def _next(self, params: State) -> CollectedBatch:
         steps = self._workshop.batch.off_policy_steps
         if not steps:
             self._end = self._last.end if self._last else self._end
-            self._last = CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
-            return self._last
+            return CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
         # The thread runs every program of the devices that sample, so that their order is the same on all hosts.
         roller = self._workshop.roller
         taken = self._begun(roller.receive, roller.hand_over(params))

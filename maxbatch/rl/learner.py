@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.sections import Config
+from maxbatch.config.sections import RLConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -29,20 +29,26 @@ from maxbatch.training.update.step import StepMetrics, update
 from maxbatch.training.update.update_config import UpdateConfig
 
 
+class LearnerConfig(UpdateConfig):
+    """The keys of the update, those of the policy's loss, and the compiler's flags."""
+
+    rl: RLConfig
+    libtpu_flags: str
+
+
 class Learner:
     """Trains on pairs, chunk by chunk, on the mesh of the devices that train."""
 
-    def __init__(self, config: Config, mesh: Mesh) -> None:
-        keys = UpdateConfig.of(config)
-        self.abstract = abstract_state(keys, mesh)  # shapes and shardings of the state
+    def __init__(self, config: LearnerConfig, mesh: Mesh) -> None:
+        self.abstract = abstract_state(config, mesh)  # shapes and shardings of the state
         self._reference: State | None = None
         self._rows = NamedSharding(mesh, P(BATCH_AXES, "context"))
         self._sums: Sums | None = None
-        accumulation = Accumulation(keys, mesh, policy_objective(config.rl))
+        accumulation = Accumulation(config, mesh, policy_objective(config.rl))
 
         def begin(params: State, frozen: State | None, pairs: Pairs) -> tuple[Sums, jax.Array]:
             staged = accumulation.staged(params, frozen)
-            sums = accumulation.add(staged, accumulation.start(staged), pairs, config.gradient_noise_scale)
+            sums = accumulation.add(staged, accumulation.start(staged), pairs, config.optimizer.gradient_noise_scale)
             return sums, sums.losses_d.sum()
 
         def add(params: State, frozen: State | None, sums: Sums, pairs: Pairs) -> tuple[Sums, jax.Array]:
@@ -50,9 +56,9 @@ class Learner:
             return sums, sums.losses_d.sum()
 
         def step(state: TrainState, sums: Sums, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
-            return update(keys.optimizer, state, accumulation.total(sums), settings, accumulation.balance)
+            return update(config.optimizer, state, accumulation.total(sums), settings, accumulation.balance)
 
-        model = ModelOnMesh(keys, keys.mesh, mesh, BATCH_AXES)
+        model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES)
 
         def score(params: State, tokens_MxL: jax.Array, segments_MxL: jax.Array) -> jax.Array:
             decoder = model.module(model.staged(params))
@@ -64,7 +70,7 @@ class Learner:
         self._begin, self._add = jit(begin), jit(add, donate_argnums=2)
         self._step = jit(step, donate_argnums=0, out_shardings=(shardings, whole))
         self._reference_logprobs = jit(score)
-        if adapters := Adapters.from_config(keys.adapters):
+        if adapters := Adapters.from_config(config.adapters):
             self._merged = jit(adapters.merged, out_shardings=shardings.model)
 
     def policy(self, state: TrainState) -> State:

@@ -8,23 +8,25 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
-from typing import NamedTuple
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import jax
+from jax.sharding import Mesh
 
 from maxbatch.config.sections import Config
+from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, warn
 from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices, share_out
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import PlannedStep
-from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
+from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.rl.ahead import BatchesAhead
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, open_evaluator
-from maxbatch.rl.learner import Learner
+from maxbatch.rl.learner import Learner, LearnerConfig
 from maxbatch.rl.policy_config import PromptConfig, RolloutConfig
 from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.rl.refusals import check_policy
@@ -40,7 +42,7 @@ from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import program_options, state_flags, with_flags
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data, model_of
+from maxbatch.training.task import Dispatched, Start, TaskData, TaskModel, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
@@ -61,7 +63,7 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
     BatchPlan.from_config(config, len(devices), jax.process_count(), num_slices=num_slices(devices))
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
-        session = Session(context, PolicyTraining(context))
+        session = Session(context, open_policy_training(context))
         if not session.position.step and not broadcast(lambda: context.stop.is_asked):
             assert session.plan.rl is not None, "the config states a batch of prompts"
             warm = warm_up(config, session.plan.rl, devices)
@@ -73,258 +75,320 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
 class PolicyBatch(NamedTuple):
     """One of the updates of a batch of prompts."""
 
-    planned: PlannedStep  # with `filter_groups` its positions count the prompts that are trained on
+    planned: PlannedStep
     update: int  # its number within its batch, from 0
 
 
-class PolicyTraining:
-    """The task of reinforcement learning (`maxbatch.training.task.Task`)."""
+def open_policy_training(context: RunContext) -> OpenedPolicy:
+    """Opens the prompts and the rewards of a run.
 
-    takes_turns = True  # the responses of a batch need the parameters of the update before
-    evaluates = has_eval_loss = False
+    Raises:
+      ConfigError: the config, the prompts or the rewards cannot be used, or the hosts have different prompts.
+    """
+    config = context.config
+    check_policy(config.rl, PromptConfig.of(config), config.compiled_dir)
+    rewards = context.stack.enter_context(Rewards(config.rl))
+    timeline = context.stack.enter_context(Timeline())
+    source = PromptSource(config)
+    prompts = source.train()
+    identity = broadcast(lambda: prompts.identity)
+    check_same_data(f"dataset_path={config.dataset_path!r}", prompts.identity)
+    data = TaskData(identity, prompts.num_prompts, jax.process_count(), unit="prompts")
+    return OpenedPolicy(context, UpdateConfig.of(config), rewards, timeline, source, prompts, data)
 
-    def __init__(self, context: RunContext) -> None:
-        self._context, self._config = context, context.config
-        config = context.config.rl
-        check_policy(config, PromptConfig.of(context.config), context.config.compiled_dir)
-        self._rewards = context.stack.enter_context(Rewards(config))
-        self._timeline = context.stack.enter_context(Timeline())
-        self._source = PromptSource(context.config)
-        self._prompts = self._source.train()
-        identity = broadcast(lambda: self._prompts.identity)
-        check_same_data(f"dataset_path={context.config.dataset_path!r}", self._prompts.identity)
-        self.data = TaskData(identity, self._prompts.num_prompts, jax.process_count(), unit="prompts")
-        self.model = model_of(UpdateConfig.of(context.config))
-        self._held_out: Prompts | None = None  # once opened, if the run evaluates
-        self._evaluator: PolicyEvaluator | None = None
-        self._before_training: dict[str, float] = {}  # metrics of an eval, added to the first record
-        self._warned = False
-        self._rewards_seen: set[float] = set()  # the least and the greatest of each batch
 
-    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        return compile_here(name, lower, program_options(self._config.libtpu_flags, self._context.devices))
+@dataclass(frozen=True, eq=False)
+class OpenedPolicy:
+    """Training of a policy whose prompts and rewards are open (`maxbatch.training.task.Opened`)."""
 
-    def plan(self, resume: Resume) -> BatchPlan:
-        devices = self._context.devices
-        return BatchPlan.from_config(
-            self._config,
+    context: RunContext
+    keys: UpdateConfig
+    rewards: Rewards
+    timeline: Timeline
+    prompt_source: PromptSource
+    prompts: Prompts
+    data: TaskData
+
+    @property
+    def model(self) -> TaskModel:
+        return model_of(self.keys)
+
+    @property
+    def source(self) -> tuple[str, str]:
+        config = self.context.config
+        if config.warm_start_steps:
+            return "warm_start_steps", warm_start_folder(config.run_dir)
+        return self.context.source
+
+    @property
+    def why_untrained(self) -> str:
+        reward = self.context.config.reward
+        return (
+            f"the responses to each prompt all had one reward; look at reward={reward}, or sample more "
+            "(num_generations)"
+        )
+
+    def plan(self, resume: Resume) -> PlannedPolicy:
+        """Plans the run, and shares the devices out between those that train and those that sample."""
+        config, devices = self.context.config, self.context.devices
+        plan = BatchPlan.from_config(
+            config,
             len(devices),
             jax.process_count(),
             num_slices=num_slices(devices),
             samples_per_epoch=self.data.samples_per_epoch,
             resume=resume,
         )
-
-    def build(self, plan: BatchPlan) -> None:
-        """Shares the devices out between those that train and those that sample."""
-        config, devices = self._config, self._context.devices
         batch, meshes = plan.rl, plan.meshes
         assert batch is not None, "the config states a batch of prompts"
-        self._shares_devices = shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
+        shares_devices = batch.num_trainer_devices + batch.num_sampler_devices > len(devices)
         trainers, samplers = share_out(devices, batch.num_trainer_devices, batch.num_sampler_devices)
-        self.mesh = lay_out(meshes.training, trainers)
-        if meshes.sampling is meshes.training:
-            self._sampling_mesh = self.mesh
-        elif shares_devices:
-            self._sampling_mesh = lay_out_again(meshes.sampling, self.mesh)
-        else:
-            self._sampling_mesh = lay_out(meshes.sampling, samplers)
-        self._learner = Learner(config, self.mesh)
-        self.abstract = self._learner.abstract
-        num_pairs = batch.rollout_micro_batch_size * batch.num_generations
-        self._rollout = RolloutConfig.of(config)
-        tokenizer, mesh, ends = self._prompts.tokenizer, self._sampling_mesh, self._prompts.end_ids
-        self._roller = Roller(self._rollout, tokenizer, mesh, num_pairs, batch.num_generations, ends)
-        self._workshop = Workshop(
+        mesh = sampling_mesh = lay_out(meshes.training, trainers)
+        if meshes.sampling is not meshes.training and shares_devices:
+            sampling_mesh = lay_out_again(meshes.sampling, mesh)
+        elif meshes.sampling is not meshes.training:
+            sampling_mesh = lay_out(meshes.sampling, samplers)
+        learner = Learner(LearnerConfig.of(config), mesh)
+        num_pairs, group = batch.rollout_micro_batch_size * batch.num_generations, batch.num_generations
+        rollout, tokenizer = RolloutConfig.of(config), self.prompts.tokenizer
+        workshop = Workshop(
             batch=batch,
-            prompts=self._prompts,
-            roller=self._roller,
-            rewards=self._rewards,
-            learner=self._learner,
-            timeline=self._timeline,
+            prompts=self.prompts,
+            roller=Roller(rollout, tokenizer, sampling_mesh, num_pairs, group, self.prompts.end_ids),
+            rewards=self.rewards,
+            learner=learner,
+            timeline=self.timeline,
             # Two threads of several hosts may dispatch the programs of two meshes in different orders.
             takes_turns=must_take_turns(samplers) and (shares_devices or jax.process_count() > 1),
             temperature=config.decode_sampling_temperature,
             length=config.max_target_length,
         )
+        return PlannedPolicy(self, plan, mesh, sampling_mesh, shares_devices, workshop)
 
-    def open_held_out(self) -> None:
-        self._held_out = self._source.held_out if self._config.eval_interval > 0 else None
 
-    def identities(self) -> dict[str, str]:
-        found = identity_of(self._config.reward)
-        found["end tokens of a response"] = str(self._prompts.end_ids)
-        if self._held_out:
-            found |= {f"{name} of the held-out prompts": str(value) for name, value in self._held_out.identity.items()}
-        return found
+@dataclass(frozen=True, eq=False)
+class PlannedPolicy:
+    """Training of a policy with its plan, its two meshes and their programs (`maxbatch.training.task.Planned`)."""
+
+    opened: OpenedPolicy
+    plan: BatchPlan
+    mesh: Mesh  # of the devices that train
+    sampling_mesh: Mesh
+    shares_devices: bool  # whether devices that sample train as well
+    workshop: Workshop
 
     @property
-    def start(self) -> tuple[str, str]:
-        if self._config.warm_start_steps:
-            return "warm_start_steps", warm_start_folder(self._config.run_dir)
-        return self._context.start
+    def abstract(self) -> TrainState:
+        return self.workshop.learner.abstract
 
-    def open_start(self, start: Start, is_new: bool) -> None:
-        config = self._config
-        if is_new:
-            reads = not config.warm_start_steps  # which opens what it starts from
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        context = self.opened.context
+        return compile_here(name, lower, program_options(context.config.libtpu_flags, context.devices))
+
+    def build(self, start: Start) -> BuiltPolicy:
+        opened, config = self.opened, self.opened.context.config
+        held_out = opened.prompt_source.held_out if config.eval_interval > 0 else None
+        reads = identity_of(config.reward)
+        reads["end tokens of a response"] = str(opened.prompts.end_ids)
+        if held_out:
+            reads |= {f"{name} of the held-out prompts": str(value) for name, value in held_out.identity.items()}
+        check_agreed(reads, "give every host the same files")
+        if start.is_new:
+            opens = not config.warm_start_steps  # which opens what it starts from
         else:  # for the reference that the divergence is measured from, and for the model that adapters adapt
-            reads = bool(config.grpo_beta or config.lora_rank)
-        if reads:
-            self._context.open_parameters(self.abstract.model)
+            opens = bool(config.grpo_beta or config.lora_rank)
+        if opens:
+            with opened.context.sessions.during(TimePart.RESTORING):
+                start.parameters.open(self.abstract.model)
+        return BuiltPolicy(opened, self, start, held_out, reads)
 
-    def feed(self, start: Start) -> AbstractContextManager[Iterator[PolicyBatch]]:
-        """Returns the updates ahead; the pairs of a batch are collected while its first update is taken."""
-        manager, batch = start.plan.manager, self._workshop.batch
-        self._settings = UpdatePlan.from_config(PlanConfig.of(self._config), manager)
 
-        def num_prompts(first: int) -> int:
-            # Behind the end of the run, whose last checkpoint serves a longer one, batches are whole.
-            return manager.rows_at(first) // batch.num_generations or batch.batch_size
+@dataclass(frozen=True, eq=False)
+class BuiltPolicy:
+    """Training of a policy with all that its updates read open (`maxbatch.training.task.Built`)."""
 
-        ahead = BatchesAhead(
-            self._workshop, start.position.samples_seen, num_prompts, not self._shares_devices, start.ahead
-        )
-        self._ahead = self._context.stack.enter_context(ahead)
-        if ahead.left_out:
-            warn(
-                "the responses of the checkpoint are those of other batches than the ones ahead, which are sampled anew"
-            )
-        return nullcontext(self._updates(start))
+    opened: OpenedPolicy
+    planned: PlannedPolicy
+    start: Start
+    held_out: Prompts | None  # if the run evaluates
+    reads: Mapping[str, str]
 
-    def _updates(self, start: Start) -> Iterator[PolicyBatch]:
-        update = 0
-        for planned in start.plan.manager.steps_from(start.position.step):
-            yield PolicyBatch(planned, update)
-            update = 0 if planned.end_sample > planned.first_sample else update + 1
+    has_eval_loss: ClassVar[bool] = False
+    introduction: ClassVar[Sequence[str]] = ()
 
-    def _collected_for(self, batch: PolicyBatch, params: State) -> CollectedBatch:
-        """Returns the pairs of the batch of an update."""
-        if batch.update == 0:
-            self._collected = self._ahead.next(params)
-        return self._collected
-
-    def introduction(self, plan: BatchPlan) -> Iterable[str]:
-        return ()
-
-    def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
+    def run(self, restored: TrainState | None, stack: ExitStack) -> tuple[RunningPolicy, TrainState]:
         """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
-        config, context, abstract = self._config, self._context, self.abstract
+        opened, planned, context = self.opened, self.planned, self.opened.context
+        config, position = context.config, self.start.position
+        ahead = context.stack.enter_context(self._batches_ahead())
         state = self._state(restored)
         if config.grpo_beta:
-            self._learner.refer_to(first_parameters(context, abstract))
-        period = config.rl.transcript_period
-        transcripts = Transcripts(context.folder, context.board, start.position.step, period)
-        self._transcripts = context.stack.enter_context(closing(transcripts))
-        if self._held_out:
-            evaluation = config.evaluation
-            self._evaluator = open_evaluator(
-                evaluation, self._rollout, self._held_out, start.plan, self._sampling_mesh, self._rewards
+            planned.workshop.learner.refer_to(self._first_parameters())
+        log = Transcripts(context.folder, context.board, position.step, config.rl.transcript_period)
+        transcripts = stack.enter_context(closing(log))
+        evaluator = None
+        if self.held_out:
+            rollout = RolloutConfig.of(config)
+            evaluator = open_evaluator(
+                config.evaluation, rollout, self.held_out, planned.plan, planned.sampling_mesh, opened.rewards
             )
-            self.evaluates = True
-        if self.evaluates and start.position.step == 0:
+        running = RunningPolicy(opened, planned, position.step, ahead, transcripts, evaluator)
+        if evaluator and position.step == 0:
             with context.sessions.during(TimePart.EVAL):
-                found = self.evaluate(state, 1)
-            self._before_training = {Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()}
+                found = running.evaluate(state, 1)
+            running.unrecorded.update({Metric.BEFORE_TRAINING.of(name): value for name, value in found.items()})
             context.console.print(
                 f"before the first update: pass@1 {found[Metric.EVAL_PASS_AT_1]:.3f} "
                 f"(greedy {found[Metric.EVAL_GREEDY_PASS_AT_1]:.3f}), reward {found[Metric.EVAL_REWARD]:.3f}"
             )
-        return state
+        return running, state
+
+    def _batches_ahead(self) -> BatchesAhead:
+        """Returns the batches; the pairs of one are collected while its first update is taken."""
+        manager, workshop = self.planned.plan.manager, self.planned.workshop
+
+        def num_prompts(first: int) -> int:
+            # Behind the end of the run, whose last checkpoint serves a longer one, batches are whole.
+            return manager.rows_at(first) // workshop.batch.num_generations or workshop.batch.batch_size
+
+        ahead = BatchesAhead(
+            workshop, self.start.position.samples_seen, num_prompts, not self.planned.shares_devices, self.start.ahead
+        )
+        if ahead.left_out:
+            warn(
+                "the responses of the checkpoint are those of other batches than the ones ahead, which are sampled anew"
+            )
+        return ahead
 
     def _state(self, restored: TrainState | None) -> TrainState:
         """Returns the state to start from: a restored one, with the model that its adapters adapt, or a first one."""
-        if restored and self.abstract.frozen is None:
+        abstract = self.planned.abstract
+        if restored and abstract.frozen is None:
             return restored
-        model = first_parameters(self._context, self.abstract)
-        if restored:
-            return restored._replace(frozen=model)
-        return init_opt_state(UpdateConfig.of(self._config), self.abstract, model)
+        model = self._first_parameters()
+        return restored._replace(frozen=model) if restored else init_opt_state(self.opened.keys, abstract, model)
 
-    def step(self, state: TrainState, batch: PolicyBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
+    def _first_parameters(self) -> State:
+        return first_parameters(self.start.parameters, self.opened.keys, self.planned.abstract)
+
+
+@dataclass(frozen=True, eq=False)
+class RunningPolicy:
+    """Training of a policy under way (`maxbatch.training.task.Running`)."""
+
+    opened: OpenedPolicy
+    planned: PlannedPolicy
+    first_step: int  # updates before it
+    batches_ahead: BatchesAhead
+    transcripts: Transcripts
+    evaluator: PolicyEvaluator | None
+    unrecorded: dict[str, float] = field(default_factory=dict)  # metrics of an eval that join the next record
+    rewards_seen: set[float] = field(default_factory=set)  # the least and the greatest of each batch
+    problems: set[str] = field(default_factory=set)  # the reward without a value that was warned about
+
+    takes_turns: ClassVar[bool] = True  # the responses of a batch need the parameters of the update before
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluator is not None
+
+    @property
+    def feed(self) -> Iterator[PolicyBatch]:
+        """Yields the updates ahead."""
+        update = 0
+        for planned in self.planned.plan.manager.steps_from(self.first_step):
+            yield PolicyBatch(planned, update)
+            update = 0 if planned.end_sample > planned.first_sample else update + 1
+
+    def step(self, state: TrainState, batch: PolicyBatch, settings: UpdatePlan) -> tuple[TrainState, Dispatched]:
         """Takes an update; the first on a batch also samples and scores its pairs."""
         started = time.perf_counter()
+        workshop, timeline, planned = self.planned.workshop, self.opened.timeline, batch.planned
         # Later updates of a batch sample nothing, so that adapters need not be merged for them.
-        policy = state.params if batch.update else self._learner.policy(state)
-        collected = self._collected_for(batch, policy)
+        policy = state.params if batch.update else workshop.learner.policy(state)
+        collected = self.batches_ahead.take(batch.update, policy)
         waited = time.perf_counter() - started
-        part, num_chunks = batch.update % self._workshop.batch.num_minibatches, 0
+        part, num_chunks = batch.update % workshop.batch.num_minibatches, 0
         for pairs in collected.chunks(part, policy):
             num_chunks += 1
-            done = self._learner.add(state, pairs)
-            self._timeline.watch("trainer", done)
-            if self._workshop.takes_turns:
+            done = workshop.learner.add(state, pairs)
+            timeline.watch("trainer", done)
+            if workshop.takes_turns:
                 jax.block_until_ready(done)
         if batch.update == 0:
-            self._write_transcripts(batch.planned.step, collected)
-        if collected.problem and not self._warned:
+            self._write_transcripts(planned.step, collected)
+        ends_batch = planned.end_sample > planned.first_sample
+        if ends_batch:
+            self._note_rewards(collected)
+        if collected.problem and not self.problems:
             warn(f"a reward has no value: {collected.problem}; such a response scores reward_on_failure")
-            self._warned = True
-        planned = self._as_collected(batch.planned, collected, part)
-        if planned.num_rows != batch.planned.num_rows or not planned.num_rows:
-            # One without pairs changes nothing, but its decays must be finite.
-            settings = self._settings.at(batch.planned.first_sample, planned.num_rows or None)
-        state, metrics = self._learner.step(state, settings)
+            self.problems.add(collected.problem)
+        num_pairs = collected.num_pairs(part)
+        # An update without pairs changes nothing, but its decays must be finite.
+        at = settings.at(planned.first_sample, num_pairs or None)
+        state, metrics = workshop.learner.step(state, at)
         jax.block_until_ready(metrics)
-        shares = self._timeline.shares(started, time.perf_counter())
-        figures = collected.figures() | _objective_figures(metrics) | self._before_training
+        shares = timeline.shares(started, time.perf_counter())
+        figures = collected.figures() | _objective_figures(metrics) | self.unrecorded
         figures |= {Metric.BUSY_FRACTION.of(side): share for side, share in shares.items()}
-        self._before_training = {}
+        self.unrecorded.clear()
+        filters = workshop.batch.max_prompts_per_batch is not None
         return state, Dispatched(
-            planned=planned,
-            micro_batch_size=self._workshop.batch.micro_batch_size,
+            planned=planned._replace(num_rows=num_pairs),
+            samples_seen=collected.end if ends_batch else collected.first,
+            samples_planned=planned.end_sample if filters else None,
+            micro_batch_size=workshop.batch.micro_batch_size,
             num_micro_batches=num_chunks,
-            learning_rate=settings.learning_rate,
+            learning_rate=at.learning_rate,
             data_wait_s=waited,
             metrics=metrics,
             figures=figures,
         )
 
     def _write_transcripts(self, step: int, collected: CollectedBatch) -> None:
-        batch = self._workshop.batch
+        batch = self.planned.workshop.batch
         number = (step - 1) // batch.updates_per_batch
         version = max(0, number - batch.off_policy_steps) * batch.updates_per_batch
-        self._transcripts.write_batch(step, number, version, collected)
+        self.transcripts.write_batch(step, number, version, collected)
 
-    def _as_collected(self, planned: PlannedStep, collected: CollectedBatch, part: int) -> PlannedStep:
-        """Returns an update with the prompts that its batch has read and the pairs that it trains on."""
-        ends_batch = planned.end_sample > planned.first_sample
-        if ends_batch:
-            rewards = collected.read.rewards_R
-            self._rewards_seen |= {float(rewards.min()), float(rewards.max())}
-            if collected.groups_missing:
-                most = f"max_prompts_per_batch={self._workshop.batch.max_prompts_per_batch}"
-                reason = f"among {most} prompts, no others have responses with different rewards"
-                if rewards.min() == rewards.max():
-                    every = f"{rewards[0]:g} for all {rewards.size} responses to {most} prompts"
-                    reason = f"the reward is constant, {every}"
-                warn(f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: {reason}")
-        end = collected.end if ends_batch else collected.first
-        return planned._replace(first_sample=collected.first, num_rows=collected.num_pairs(part), end_sample=end)
+    def _note_rewards(self, collected: CollectedBatch) -> None:
+        """Notes the rewards of a batch, and warns if it lacks groups."""
+        rewards = collected.read.rewards_R
+        self.rewards_seen.update((float(rewards.min()), float(rewards.max())))
+        if collected.groups_missing:
+            most = f"max_prompts_per_batch={self.planned.workshop.batch.max_prompts_per_batch}"
+            reason = f"among {most} prompts, no others have responses with different rewards"
+            if rewards.min() == rewards.max():
+                every = f"{rewards[0]:g} for all {rewards.size} responses to {most} prompts"
+                reason = f"the reward is constant, {every}"
+            warn(f"the batch from prompt {collected.first} trains on {collected.num_groups} groups: {reason}")
 
     def compile_rest(self) -> None:
         """Does nothing: each program is compiled when it first runs."""
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, float]:
         """Returns the policy's pass rates on held-out prompts; writes some of its responses."""
-        assert self._evaluator is not None, "an eval was asked for"
-        self._ahead.settle()  # the devices that sample do one thing at a time
-        evaluation = self._evaluator(self._roller.take(self._learner.policy(state)))
-        self._transcripts.write_eval(step, evaluation)
+        assert self.evaluator is not None, "an eval was asked for"
+        self.batches_ahead.settle()  # the devices that sample do one thing at a time
+        workshop = self.planned.workshop
+        evaluation = self.evaluator(workshop.roller.take(workshop.learner.policy(state)))
+        self.transcripts.write_eval(step, evaluation)
         return evaluation.figures
 
     def ahead(self) -> str | None:
         """Returns the responses of the next `off_policy_steps` batches."""
-        return self._ahead.saved()
+        return self.batches_ahead.saved()
 
+    @property
     def why_untrained(self) -> str:
-        reward = f"reward={self._config.reward}"
-        if len(self._rewards_seen) == 1:
-            return f"the reward is constant, {next(iter(self._rewards_seen)):g} for every response; look at {reward}"
-        return f"the responses to each prompt all had one reward; look at {reward}, or sample more (num_generations)"
+        if len(self.rewards_seen) == 1:
+            (every,) = self.rewards_seen
+            reward = self.opened.context.config.reward
+            return f"the reward is constant, {every:g} for every response; look at reward={reward}"
+        return self.opened.why_untrained
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
-        return [f"next: maxbatch report {self._config.run_dir}"]
+        return [f"next: maxbatch report {self.opened.context.config.run_dir}"]
 
 
 def _objective_figures(metrics: StepMetrics) -> dict[str, float]:

@@ -23,10 +23,11 @@ from maxbatch.rl.templates import Template
 from maxbatch.runs.position import committed_steps
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.pretraining import Pretraining, train
-from maxbatch.training.session import Outcome, RunContext
+from maxbatch.training.pretraining import train
+from maxbatch.training.session import Outcome
 from maxbatch.training.update.state import TrainState, init_state
 from maxbatch.training.update.update_config import UpdateConfig
+from maxbatch.training.weights.parameters import FirstParameters
 
 
 def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcome | None:
@@ -47,15 +48,7 @@ def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcom
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
 
     broadcast(write_examples)
-    return train(pretraining(config, batch, folder, documents), devices, task=WarmStart)
-
-
-class WarmStart(Pretraining):
-    """The task of a warm start, which no command of the user follows."""
-
-    def conclusion(self, state: TrainState) -> Iterator[str]:
-        """Yields nothing: reinforcement learning goes on from here."""
-        yield from ()
+    return train(pretraining(config, batch, folder, documents), devices, concludes=False)
 
 
 def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
@@ -99,8 +92,8 @@ def warm_start_folder(run_dir: str) -> str:
     return str(as_path(run_dir) / WARM_START)
 
 
-def first_parameters(context: RunContext, abstract: TrainState) -> State:
+def first_parameters(parameters: FirstParameters, config: UpdateConfig, abstract: TrainState) -> State:
     """Returns the model's parameters before the first update of reinforcement learning, without adapters."""
-    if read := context.open_parameters(abstract.model):
+    if read := parameters.open(abstract.model):
         return read(abstract.model)
-    return init_state(UpdateConfig.of(context.config), abstract).params
+    return init_state(config, abstract).params

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import ClassVar
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from maxbatch.config.loading import keys
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import Config, OptimizerConfig
+from maxbatch.config.sections import Config, EvaluationConfig, OptimizerConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
-from maxbatch.data.feed.placement import BatchShape, is_loading
+from maxbatch.data.feed.placement import is_loading
 from maxbatch.data.store.store import IDS
 from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.data.stream.own import as_stream
@@ -25,14 +27,17 @@ from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
+from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
+from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.plan_config import PlanConfig
-from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.runs.metrics_schema import Metric
+from maxbatch.runs.sessions import TimePart
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
@@ -48,10 +53,18 @@ from maxbatch.training.harness.tasks import Tasks
 from maxbatch.training.own import Parts, check_parts, code_of, module_maker, objective_of, optimizer_maker, task_model
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
-from maxbatch.training.reference import REFERENCE_FILE, Reference, digest_of, read_on_all_hosts, with_reference
+from maxbatch.training.reference import (
+    REFERENCE_FILE,
+    FoundReference,
+    ReadPart,
+    Reference,
+    find_reference,
+    with_reference,
+)
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, check_same_data
-from maxbatch.training.update.optimizers import AT_REST
+from maxbatch.training.task import Dispatched, Start, TaskData, TaskModel, check_same_data
+from maxbatch.training.update.gradients import Objective
+from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
 from maxbatch.training.update.update_config import UpdateConfig
@@ -61,10 +74,7 @@ CONFIGURED = Parts()  # all of it the config's
 
 
 def train(
-    config: Config,
-    devices: Sequence[jax.Device] | None = None,
-    parts: Parts = CONFIGURED,
-    task: type[Pretraining] | None = None,
+    config: Config, devices: Sequence[jax.Device] | None = None, parts: Parts = CONFIGURED, concludes: bool = True
 ) -> Outcome:
     """Trains a config's run, from the newest checkpoint of `run_dir` if there is one.
 
@@ -72,7 +82,7 @@ def train(
       config: a resolved config (`maxbatch.load_config`).
       devices: the devices to train on, all by default.
       parts: a user's own model, loss, optimizer, data and loggers.
-      task: the kind of pre-training; None: `Pretraining`.
+      concludes: whether to print a sample of the model's text and the next command to type.
 
     Returns:
       The run's position, and the signal that stopped it, if one did.
@@ -89,7 +99,33 @@ def train(
     config = with_flags(config, devices)
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
-        return Session(context, (task or Pretraining)(context, parts), parts.outputs).run()
+        return Session(context, open_pretraining(context, parts, concludes), parts.outputs).run()
+
+
+def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: bool = True) -> OpenedPretraining:
+    """Opens the data of a run, once its parts and its mesh are known to fit.
+
+    Raises:
+      ConfigError: the config, the parts or the data cannot be used, or the hosts have different data.
+    """
+    config = context.config
+    recipe = TrainedRecipe.of(config)
+    _check(parts, config.compiled_dir, recipe)
+    tasks = _open_tasks(config.evaluation, parts)
+    mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
+    expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
+    make_model = module_maker(parts.model, config) if parts.model else None
+    own_optimizer = optimizer_maker(parts.optimizer, OptimizerConfig.of(config))
+    model = task_model(make_model, UpdateConfig.of(config), mesh_shape, own_optimizer)
+    objective = objective_of(parts.objective, make_model, config.model) or recipe.objective(config)
+    stream = None
+    if is_loading(jax.process_index(), expansion):
+        own = parts.stream
+        stream = open_stream(config) if own is None else as_stream(own, StreamConfig.of(config))
+    data = _agree_on_data(stream, config.dataset_path, jax.process_count() // expansion)
+    return OpenedPretraining(
+        context, parts, concludes, recipe, tasks, mesh_shape, expansion, own_optimizer, model, objective, stream, data
+    )
 
 
 def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
@@ -106,383 +142,420 @@ def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
         )
 
 
-class _FoundReference(NamedTuple):
-    """The reference of answers as an earlier start left it."""
-
-    reference: Reference
-    missing: list[tuple[Stream | None, int, int]]  # of which streams it lacks which samples: first, behind the last
-    is_other: bool  # whether the file states other held-out samples
-
-
-class Pretraining:
-    """The task of pre-training (`maxbatch.training.task.Task`)."""
-
-    evaluates = has_eval_loss = False
-    steps: StepLadder  # the compiled updates of the stages ahead, from `feed` on
-
-    def __init__(self, context: RunContext, parts: Parts = CONFIGURED) -> None:
-        self._context, config, self._parts = context, context.config, parts
-        self._recipe = TrainedRecipe.of(config)
-        _check(parts, config.compiled_dir, self._recipe)
-        self._tasks = self._open_tasks()
-        self.takes_turns = must_take_turns(context.devices)
-        self._mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
-        self._expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
-        self._loads = is_loading(jax.process_index(), self._expansion)
-        make_model = module_maker(parts.model, config) if parts.model else None
-        self._own_optimizer = optimizer_maker(parts.optimizer, OptimizerConfig.of(config))
-        self.model = task_model(make_model, UpdateConfig.of(config), self._mesh_shape, self._own_optimizer)
-        own_objective = objective_of(parts.objective, make_model, config.model)
-        self._objective = own_objective or self._recipe.objective(config)
-        self.stream: Stream | None = self._open_stream() if self._loads else None  # None if another host loads
-        self.data = self._agree_on_data()
-        self._held_out: Stream | None = None  # once opened, on a host that loads
-        self._num_held_out = 0
-        self._found_reference: _FoundReference | None = None  # once the start is opened
-        self._evaluator: Evaluator | None = None
-        self._tasks_model: RunModel | None = None  # from `build` on, if there are tasks
-        self._answers: Answers | None = None  # to held-out records at each eval
-        self._answers_log: AnswersLog | None = None  # on the first host
-
-    def _open_stream(self) -> Stream:
-        config, own = self._context.config, self._parts.stream
-        return open_stream(config) if own is None else as_stream(own, StreamConfig.of(config))
-
-    def _open_tasks(self) -> Tasks | None:
-        """Returns the tasks that evals score; None if the config states none."""
-        stated = self._context.config.evaluation
-        if not stated.eval_tasks:
-            return None
-        if self._parts.model or self._parts.stream:
-            raise ConfigError(
-                f"eval_tasks={shown(stated.eval_tasks)}: asks the config's own model in its tokenizer's words, and "
-                'train() was given a model or a stream; works: eval_tasks=""'
-            )
-        names = [name for name in stated.eval_tasks.split(",") if name]
-        os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, beside the run's own lines
-        return Tasks(names, "eval_tasks=", limit=stated.eval_tasks_limit)
-
-    def _agree_on_data(self) -> TaskData:
-        """Returns the facts of the first host; the others must read the same data."""
-
-        def facts() -> tuple[Mapping[str, object], int | None]:
-            assert self.stream is not None, "the first host loads data"
-            return self.stream.identity, self.stream.samples_per_epoch
-
-        identity, samples_per_epoch = broadcast(facts)
-        own = self.stream.identity if self.stream is not None else identity
-        check_same_data(f"dataset_path={self._context.config.dataset_path!r}", own)
-        return TaskData(identity, samples_per_epoch, jax.process_count() // self._expansion)
-
-    def plan(self, resume: Resume) -> BatchPlan:
-        return BatchPlan.on_mesh(
-            self._context.config,
-            self._mesh_shape,
-            jax.process_count(),
-            samples_per_epoch=self.data.samples_per_epoch,
-            resume=resume,
+def _open_tasks(stated: EvaluationConfig, parts: Parts) -> Tasks | None:
+    """Returns the tasks that evals score; None if the config states none."""
+    if not stated.eval_tasks:
+        return None
+    if parts.model or parts.stream:
+        raise ConfigError(
+            f"eval_tasks={shown(stated.eval_tasks)}: asks the config's own model in its tokenizer's words, and "
+            'train() was given a model or a stream; works: eval_tasks=""'
         )
+    names = [name for name in stated.eval_tasks.split(",") if name]
+    os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars, beside the run's own lines
+    return Tasks(names, "eval_tasks=", limit=stated.eval_tasks_limit)
 
-    def build(self, plan: BatchPlan) -> None:
-        """Opens `compiled_dir`, which must fit; lowers nothing yet."""
-        config = self._context.config
-        self._programs = Programs(
-            ProgramsConfig.of(config), self._context.devices, self._mesh_shape, self._objective, self._expansion,
-            self._own_optimizer,
+
+def _agree_on_data(stream: Stream | None, path: str, num_loading_hosts: int) -> TaskData:
+    """Returns the facts of the first host; the others must read the same data."""
+
+    def facts() -> tuple[Mapping[str, object], int | None]:
+        assert stream is not None, "the first host loads data"
+        return stream.identity, stream.samples_per_epoch
+
+    identity, samples_per_epoch = broadcast(facts)
+    check_same_data(f"dataset_path={path!r}", stream.identity if stream is not None else identity)
+    return TaskData(identity, samples_per_epoch, num_loading_hosts)
+
+
+@dataclass(frozen=True, eq=False)
+class OpenedPretraining:
+    """Pre-training whose data are open (`maxbatch.training.task.Opened`)."""
+
+    context: RunContext
+    parts: Parts
+    concludes: bool  # whether a sample of text and the next command end the run
+    recipe: TrainedRecipe
+    tasks: Tasks | None  # that evals score
+    mesh_shape: MeshShape
+    expansion: int  # one host in so many loads
+    own_optimizer: OptimizerMaker | None
+    model: TaskModel
+    objective: Objective
+    stream: Stream | None  # None if another host loads
+    data: TaskData
+
+    why_untrained: ClassVar[str] = "no batch had a loss weight; look at the data with `maxbatch data`"
+
+    @property
+    def source(self) -> tuple[str, str]:
+        return self.context.source
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the model or the stream is a user's, so that nothing is sampled."""
+        return self.parts.model is not None or self.parts.stream is not None
+
+    def tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer that the config states."""
+        return tokenizer_of(self.context.config)
+
+    def plan(self, resume: Resume) -> PlannedPretraining:
+        """Plans the run; `compiled_dir` must fit."""
+        context, config = self.context, self.context.config
+        plan = BatchPlan.on_mesh(
+            config, self.mesh_shape, jax.process_count(), samples_per_epoch=self.data.samples_per_epoch, resume=resume
+        )
+        programs = Programs(
+            ProgramsConfig.of(config), context.devices, self.mesh_shape, self.objective, self.expansion,
+            self.own_optimizer,
         )  # fmt: skip
-        self.mesh, self.abstract = self._programs.mesh, self._programs.abstract
-        self.placement = self._programs.placement
-        self._saved = (
-            SavedPrograms(config.compiled_dir, program_keys(config), self.mesh) if config.compiled_dir else None
-        )
-        if self._tasks:
-            tokenizer, ends = self._tokenizer(), end_tokens(config.load_parameters_path)
-            check_vocabulary(config, tokenizer.vocab_size)
-            self._tasks_model = RunModel(
-                RunModelConfig.of(config), self.mesh, tokenizer, context_length(config), ends, self.abstract.model
-            )
-            self._tasks.check(self._tasks_model)
+        saved = SavedPrograms(config.compiled_dir, program_keys(config), programs.mesh) if config.compiled_dir else None
+        return PlannedPretraining(self, plan, programs, saved, self._tasks_model(programs))
 
-    def identities(self) -> dict[str, str]:
-        config, own_parts = self._context.config, self._parts.model is not None or self._parts.stream is not None
-        held_out = self._held_out.identity if self._held_out is not None else {}
-        first = broadcast(lambda: held_out)
+    def _tasks_model(self, programs: Programs) -> RunModel | None:
+        if not self.tasks:
+            return None
+        config, tokenizer = self.context.config, self.tokenizer()
+        ends, params = end_tokens(config.load_parameters_path), programs.abstract.model
+        check_vocabulary(config, tokenizer.vocab_size)
+        model = RunModel(RunModelConfig.of(config), programs.mesh, tokenizer, context_length(config), ends, params)
+        self.tasks.check(model)
+        return model
+
+    def answers_to(self, stream: Stream | None, mesh: Mesh) -> Answers | None:
+        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text.
+
+        The answer of a pair's record is the chosen one.
+        """
+        config = self.context.config
+        if not (self.recipe.has_answers and config.generate_prompt) or self.is_own:
+            return None
+        questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
+        if not questions:
+            return None
+        return Answers(
+            DecoderConfig.of(config), self.tokenizer(), mesh, end_tokens(config.load_parameters_path), questions
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PlannedPretraining:
+    """Pre-training with its plan and its programs, none of them lowered (`maxbatch.training.task.Planned`)."""
+
+    opened: OpenedPretraining
+    plan: BatchPlan
+    programs: Programs
+    saved: SavedPrograms | None  # those of `compiled_dir`
+    tasks_model: RunModel | None  # that answers the tasks, if there are any
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.programs.mesh
+
+    @property
+    def abstract(self) -> TrainState:
+        return self.programs.abstract
+
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        if self.saved is not None and name in self.saved:
+            return self.saved.load(name, lower)
+        context = self.opened.context
+        return compile_here(name, lower, program_options(context.config.libtpu_flags, context.devices))
+
+    def build(self, start: Start) -> BuiltPretraining:
+        opened, config = self.opened, self.opened.context.config
+        held_out = self._open_held_out()
+        reads = self._reads(held_out)
+        check_agreed(reads, "give every host the same files")
+        with opened.context.sessions.during(TimePart.RESTORING):
+            found = self._find_reference(start, held_out) if opened.objective.num_referred else None
+            # A checkpoint lacks the model that adapters adapt.
+            if start.is_new or (found and found.missing) or self.abstract.frozen is not None:
+                if config.load_full_state_path:
+                    start.parameters.origin.source()
+                else:
+                    start.parameters.open(self.abstract.model)
+        manager = self.plan.manager
+        ahead = manager.stages[manager.stage_at(start.position.samples_seen) :]
+        # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
+        steps = StepLadder(
+            lambda shape: self.executable(step_name(shape), lambda: self.programs.step(shape)),
+            [stage for stage in ahead if stage.num_steps],
+            all_first=jax.process_count() > 1 or self.saved is not None,
+            shapes=self.saved.shapes_for(manager.stages) if self.saved else None,
+        )
+        return BuiltPretraining(opened, self, start, held_out, reads, found, steps)
+
+    def _open_held_out(self) -> ReadPart:
+        """Returns the held-out data, none if the config has no eval."""
+        config, opened = self.opened.context.config, self.opened
+        has_own_data = opened.parts.stream is not None and not config.eval_dataset_path
+        if config.eval_interval <= 0 or has_own_data:
+            return ReadPart(None, 0)
+        held_out = open_stream(config, split="eval") if opened.stream is not None else None
+        return ReadPart(held_out, broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0))
+
+    def _reads(self, held_out: ReadPart) -> dict[str, str]:
+        """Returns the content of what this host, or the first one in its place, reads besides its training data."""
+        opened, config = self.opened, self.opened.context.config
+        own = held_out.stream.identity if held_out.stream is not None else {}
+        first = broadcast(lambda: own)
         key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
-        found = {f"{name} of {key}": str(value) for name, value in (held_out if self._loads else first).items()}
-        given = code_of(self._parts).items()
-        found |= {f"the file of {name}": code for name, code in given if getattr(self._parts, name) is not None}
-        if self._saved:
-            found["shapes in compiled_dir"] = str([tuple(shape) for shape in self._saved.shapes])
-        if config.generate_prompt and not own_parts:  # the sample at the end
-            tokenizer = self.stream.tokenizer if self.stream is not None else self._tokenizer()
+        loads = opened.stream is not None
+        found = {f"{name} of {key}": str(value) for name, value in (own if loads else first).items()}
+        given = code_of(opened.parts).items()
+        found |= {f"the file of {name}": code for name, code in given if getattr(opened.parts, name) is not None}
+        if self.saved:
+            found["shapes in compiled_dir"] = str([tuple(shape) for shape in self.saved.shapes])
+        if config.generate_prompt and not opened.is_own:  # the sample at the end
+            tokenizer = opened.stream.tokenizer if opened.stream is not None else opened.tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
             found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
-            if self._recipe.has_answers:
+            if opened.recipe.has_answers:
                 with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
 
-    def _tokenizer(self) -> Tokenizer:
-        return tokenizer_of(self._context.config)
-
-    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        if self._saved is not None and name in self._saved:
-            return self._saved.load(name, lower)
-        return compile_here(name, lower, program_options(self._context.config.libtpu_flags, self._context.devices))
-
-    def feed(self, start: Start) -> Feed:
-        """Returns the batches ahead; none of the executables that they need is compiled or loaded yet."""
-
-        def compile_step(shape: BatchShape) -> jax.stages.Compiled:
-            return self.executable(step_name(shape), lambda: self._programs.step(shape))
-
-        manager, position = start.plan.manager, start.position
-        ahead = manager.stages[manager.stage_at(position.samples_seen) :]
-        # What was compiled ahead was planned from the run's start, and its first shape runs every stage.
-        self.steps = StepLadder(
-            compile_step,
-            [stage for stage in ahead if stage.num_steps],
-            all_first=jax.process_count() > 1 or self._saved is not None,
-            shapes=self._saved.shapes_for(manager.stages) if self._saved else None,
-        )
-        stream = self.stream
-        if self._found_reference:
-            reference = self._completed(self._found_reference, start.plan)
-            stream = None if stream is None else with_reference(stream, reference)
-            held_out = self._held_out
-            self._held_out = None if held_out is None else with_reference(held_out, reference)
-        return Feed(stream, manager, self.steps.shape_for, self.placement, position.step)
-
-    def _find_reference(self, start: Start) -> _FoundReference:
-        """Returns what is known of the reference of all samples that the run will read: the file of an earlier start.
-
-        A new run computes it from its parameters, whatever an attempt that was killed before its first checkpoint left.
-        """
-        path, plan = self._context.folder.path / REFERENCE_FILE, start.plan
-        nothing = Reference(self._recipe.unit, self._objective.num_referred)
-        known = read_on_all_hosts(path, nothing.unit, nothing.num_answers) if start.position.step else nothing
-        origin = self._context.origin.mark
-        if known is None or (known.origin and origin and known.origin != origin):
-            why = "missing or damaged" if known is None else "of another run"
-            warn(f"{path}: {why}; the reference is computed again from the first parameters")
-            known = nothing
-        assert plan.total_samples is not None, "data that are here have known epochs"
+    def _find_reference(self, start: Start, held_out: ReadPart) -> FoundReference:
+        opened, total = self.opened, self.plan.total_samples
+        assert total is not None, "data that are here have known epochs"
         # The first epoch has every sample; the sources of a mixture have epochs of their own.
-        last = min(plan.total_samples, self.data.samples_per_epoch or plan.total_samples)
-        bounds = self._context.config.evaluation
-        last_held_out = num_evaluated(bounds, self._num_held_out, plan.eval_batch_size)
-        held_out = broadcast(lambda: digest_of(self._held_out.identity if self._held_out is not None else None))
-        is_other = held_out != known.held_out  # other samples, or a file made before it stated them
-        if is_other:
-            read = self._held_out
-            is_known = all(gather(known.knows(read.samples, last_held_out) if read else True))
-            known.num_held_out, known.held_out = last_held_out if is_known else 0, held_out
-        parts = [(self.stream, known.num_samples, last), (self._held_out, known.num_held_out, last_held_out)]
-        known.num_samples = max(known.num_samples, last)
-        known.num_held_out = max(known.num_held_out, last_held_out)
-        return _FoundReference(known, [part for part in parts if part[2] > part[1]], is_other)
+        last = min(total, opened.data.samples_per_epoch or total)
+        bounds = opened.context.config.evaluation
+        return find_reference(
+            opened.context.folder.path / REFERENCE_FILE,
+            Reference(opened.recipe.unit, opened.objective.num_referred),
+            start.parameters.origin.mark,
+            start.position.step > 0,
+            ReadPart(opened.stream, last),
+            ReadPart(held_out.stream, num_evaluated(bounds, held_out.num_samples, self.plan.eval_batch_size)),
+        )
 
-    def _completed(self, found: _FoundReference, plan: BatchPlan) -> Reference:
-        """Returns a reference once the samples that it lacks are computed and its file holds all."""
-        reference = found.reference
-        if found.missing:
-            count = sum(end - first for _, first, end in found.missing)
-            self._context.console.print(f"reference: {counted(count, self._recipe.unit)} under the first parameters")
-            params = self._first_params()
-            reading = self._programs.reference_pass(plan.eval_batch_size)
-            score = self.executable(reading.name, lambda: reading.lower(self.abstract.model))
-            for stream, first, end in found.missing:
-                reference.add(*reading(score, params, stream, first, end))
-            reference.origin = self._context.origin.mark
-        is_new = found.is_other or found.missing
-        if is_new and is_first() and self._context.config.enable_checkpointing:
-            self._context.folder.write(REFERENCE_FILE, reference.to_bytes())
-        return reference
+
+@dataclass(frozen=True, eq=False)
+class BuiltPretraining:
+    """Pre-training with all that its updates read open (`maxbatch.training.task.Built`)."""
+
+    opened: OpenedPretraining
+    planned: PlannedPretraining
+    start: Start
+    held_out: ReadPart  # empty without an eval
+    reads: Mapping[str, str]
+    found_reference: FoundReference | None  # of objectives that have one
+    steps: StepLadder  # the compiled updates of the stages ahead
 
     @property
-    def start(self) -> tuple[str, str]:
-        return self._context.start
+    def has_eval_loss(self) -> bool:
+        return bool(self.held_out.num_samples)
 
-    def open_start(self, start: Start, is_new: bool) -> None:
-        if self._objective.num_referred:
-            self._found_reference = self._find_reference(start)
-        lacks_samples = self._found_reference is not None and bool(self._found_reference.missing)
-        # A checkpoint lacks the model that adapters adapt.
-        if not (is_new or lacks_samples or self.abstract.frozen is not None):
-            return
-        if self._context.config.load_full_state_path:
-            self._context.origin.source()
-        else:
-            self._context.open_parameters(self.abstract.model)
+    @property
+    def introduction(self) -> Sequence[str]:
+        return [self.steps.describe()] if len(self.planned.plan.manager.stages) > 1 else []
 
-    def _full_state(self) -> TrainState | None:
-        """Returns the state that `load_full_state_path` names; None if it is empty."""
-        if not self._context.config.load_full_state_path:
-            return None
-        source = self._context.origin.source()
-        assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"
-        return source.full_state(self.abstract)
-
-    def _first_params(self) -> State:
-        """Returns the parameters of the model that the run started from, without adapters."""
-        if full := self._full_state():
-            return full.model
-        if read := self._context.open_parameters(self.abstract.model):
-            return read(self.abstract.model)
-        made: TrainState = self.executable(INIT, self._programs.init)()
-        return made.model
-
-    def introduction(self, plan: BatchPlan) -> Iterable[str]:
-        return [self.steps.describe()] if len(plan.manager.stages) > 1 else []
-
-    def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
-        """Compiles the first step while the state is made, and warms it up."""
-        making_state = self._context.background.start(partial(self._state, restored))
+    def run(self, restored: TrainState | None, stack: ExitStack) -> tuple[RunningPretraining, TrainState]:
+        """Compiles the first update while the state is made, and warms it up."""
+        opened, planned, context = self.opened, self.planned, self.opened.context
+        placement = planned.programs.placement
+        stream, held_out = self._referred_streams()
+        feed = Feed(stream, planned.plan.manager, self.steps.shape_for, placement, self.start.position.step)
+        stack.enter_context(feed)
+        making_state = context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
         state: TrainState = making_state.result()
         gather(None)  # hosts compile for unequal times, and CPUs wait for each other in a program for 30 s at most
         for shape, step in compiled:
             # A batch without weight changes nothing.
-            nothing = (self.placement.padding(shape), np.int32(1), jax.tree.map(np.float32, AT_REST))
+            nothing = (placement.padding(shape), np.int32(1), jax.tree.map(np.float32, AT_REST))
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
-        if self.abstract.frozen is not None:
-            self._merging = compile_merging(self._context.config.adapters, self.abstract)
-        self._evaluator = self._open_evaluator(start.plan.eval_batch_size)
-        self.evaluates = self.has_eval_loss or self._tasks is not None
-        if self._answers and self._evaluator and is_first():
-            log = AnswersLog(self._context.folder, self._context.board, start.position.step)
-            self._answers_log = self._context.stack.enter_context(closing(log))
-        return state
+        merging = None
+        if planned.abstract.frozen is not None:
+            merging = compile_merging(context.config.adapters, planned.abstract)
+        evaluator = self._evaluator(held_out) if self.has_eval_loss else None
+        answers, log = None, None
+        if evaluator and opened.recipe.answers_evals:
+            answers = opened.answers_to(held_out, planned.mesh)
+        if answers and is_first():
+            log = stack.enter_context(closing(AnswersLog(context.folder, context.board, self.start.position.step)))
+        return RunningPretraining(opened, planned, self.steps, feed, evaluator, answers, log, merging), state
+
+    def _evaluator(self, held_out: Stream | None) -> Evaluator:
+        opened, plan, placement = self.opened, self.planned.plan, self.planned.programs.placement
+        update, bounds = UpdateConfig.of(opened.context.config), opened.context.config.evaluation
+        num_rows, batch_size = self.held_out.num_samples, plan.eval_batch_size
+        return Evaluator(update, bounds, placement, held_out, num_rows, batch_size, opened.objective)
+
+    def _referred_streams(self) -> tuple[Stream | None, Stream | None]:
+        """Returns the training stream and the held-out one, beside their reference if the objective has one."""
+        opened = self.opened
+        streams = opened.stream, self.held_out.stream
+        if self.found_reference is None:
+            return streams
+        with opened.context.sessions.during(TimePart.START_UP):
+            reference = self._completed(self.found_reference)
+        one, other = (stream and with_reference(stream, reference) for stream in streams)
+        return one, other
+
+    def _completed(self, found: FoundReference) -> Reference:
+        """Returns a reference once the samples that it lacks are computed and its file holds all."""
+        planned, context, reference = self.planned, self.opened.context, found.reference
+        if found.missing:
+            count = counted(sum(end - first for _, first, end in found.missing), reference.unit)
+            context.console.print(f"reference: {count} under the first parameters")
+            params = self._first_params()
+            reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
+            score = planned.executable(reading.name, lambda: reading.lower(planned.abstract.model))
+            for stream, first, end in found.missing:
+                reference.add(*reading(score, params, stream, first, end))
+            reference.origin = self.start.parameters.origin.mark
+        is_new = found.is_other or found.missing
+        if is_new and is_first() and context.config.enable_checkpointing:
+            context.folder.write(REFERENCE_FILE, reference.to_bytes())
+        return reference
+
+    def _full_state(self) -> TrainState | None:
+        """Returns the state that `load_full_state_path` names; None if it is empty."""
+        if not self.opened.context.config.load_full_state_path:
+            return None
+        source = self.start.parameters.origin.source()
+        assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"
+        return source.full_state(self.planned.abstract)
+
+    def _first_params(self) -> State:
+        """Returns the parameters of the model that the run started from, without adapters."""
+        abstract = self.planned.abstract
+        if full := self._full_state():
+            return full.model
+        if read := self.start.parameters.open(abstract.model):
+            return read(abstract.model)
+        return self._initial_state().model
 
     def _state(self, restored: TrainState | None) -> TrainState:
-        if restored is None:
-            return self._first_state()
-        if self.abstract.frozen is None:
-            return restored
-        read = self._context.open_parameters(self.abstract.model)
-        assert read is not None, "adapters adapt a loaded model"
-        return restored._replace(frozen=read(self.abstract.frozen))
-
-    def _first_state(self) -> TrainState:
-        if full := self._full_state():
+        """Returns the state to start from: a restored one, with the model that its adapters adapt, or a first one."""
+        abstract, opened = self.planned.abstract, self.opened
+        if restored is None and (full := self._full_state()):
             return full
-        if read := self._context.open_parameters(self.abstract.model):
-            keys, params = UpdateConfig.of(self._context.config), read(self.abstract.model)
-            return init_opt_state(keys, self.abstract, params, self._own_optimizer)
-        made: TrainState = self.executable(INIT, self._programs.init)()
+        if restored and abstract.frozen is None:
+            return restored
+        read = self.start.parameters.open(abstract.model)
+        if restored:
+            assert read is not None and abstract.frozen is not None, "adapters adapt a loaded model"
+            return restored._replace(frozen=read(abstract.frozen))
+        if read:
+            keys = UpdateConfig.of(opened.context.config)
+            return init_opt_state(keys, abstract, read(abstract.model), opened.own_optimizer)
+        return self._initial_state()
+
+    def _initial_state(self) -> TrainState:
+        made: TrainState = self.planned.executable(INIT, self.planned.programs.init)()
         return made
 
-    def open_held_out(self) -> None:
-        config = self._context.config
-        has_own_data = self._parts.stream is not None and not config.eval_dataset_path
-        if config.eval_interval <= 0 or has_own_data:
-            return
-        held_out = open_stream(config, split="eval") if self._loads else None
-        self._num_held_out = broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0)
-        self._held_out = held_out
-        self.has_eval_loss = bool(self._num_held_out)
 
-    def _open_evaluator(self, batch_size: int) -> Evaluator | None:
-        """Returns None if the config has no eval or nothing is held out."""
-        config, held_out, num_rows = self._context.config, self._held_out, self._num_held_out
-        if not num_rows:
-            return None
-        self._answers = self._open_answers(held_out) if self._recipe.answers_evals else None
-        update, bounds = UpdateConfig.of(config), config.evaluation
-        return Evaluator(update, bounds, self.placement, held_out, num_rows, batch_size, self._objective)
+@dataclass(frozen=True, eq=False)
+class RunningPretraining:
+    """Pre-training under way (`maxbatch.training.task.Running`)."""
 
-    def step(self, state: TrainState, batch: StagedBatch, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
-        numbers = np.int32(batch.num_micro_batches), jax.tree.map(np.float32, settings)
+    opened: OpenedPretraining
+    planned: PlannedPretraining
+    steps: StepLadder
+    feed: Iterator[StagedBatch]
+    evaluator: Evaluator | None  # of the loss on held-out data
+    answers: Answers | None  # to held-out records at each eval
+    answers_log: AnswersLog | None  # on the first host
+    merging: Callable[[State, State], State] | None  # of adapters into the model that they adapt
+
+    why_untrained: ClassVar[str] = OpenedPretraining.why_untrained
+
+    @property
+    def takes_turns(self) -> bool:
+        return must_take_turns(self.opened.context.devices)
+
+    @property
+    def evaluates(self) -> bool:
+        return self.evaluator is not None or self.planned.tasks_model is not None
+
+    def step(self, state: TrainState, batch: StagedBatch, settings: UpdatePlan) -> tuple[TrainState, Dispatched]:
+        planned, stream = batch.planned, self.opened.stream
+        at = settings.at(planned.first_sample, planned.num_rows)
+        numbers = np.int32(batch.num_micro_batches), jax.tree.map(np.float32, at)
         state, metrics = self.steps[batch.shape](state, batch.batch, *numbers)
-        counts = self.stream.samples_by_source(batch.planned.end_sample) if self.stream is not None else None
+        counts = stream.samples_by_source(planned.end_sample) if stream is not None else None
         return state, Dispatched(
-            planned=batch.planned,
+            planned=planned,
+            samples_seen=planned.end_sample,
             micro_batch_size=batch.shape.micro_batch,
             num_micro_batches=batch.num_micro_batches,
-            learning_rate=settings.learning_rate,
+            learning_rate=at.learning_rate,
             data_wait_s=batch.waited_s,
             metrics=metrics,
             figures={} if counts is None else {Metric.SAMPLES_BY_SOURCE: counts},
         )
 
     def compile_rest(self) -> None:
-        self.steps.compile_rest(self._context.background)
-        if self._evaluator:
-            self._evaluator.compile(self.abstract.model, self._context.background, self.executable)
-        if self._answers:
-            self._answers.compile(self.abstract.model, self._context.background, self.executable)
+        background, model = self.opened.context.background, self.planned.abstract.model
+        self.steps.compile_rest(background)
+        for one in (self.evaluator, self.answers):
+            if one:
+                one.compile(model, background, self.planned.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         params = self._merged(state)
-        if self._answers:
+        if self.answers:
             with suppress(TrainingError):  # answers are no part of what the run is for
-                answers = self._answers(params)
-                if self._answers_log:
-                    self._answers_log.write(step, answers)
+                answers = self.answers(params)
+                if self.answers_log:
+                    self.answers_log.write(step, answers)
         found: dict[str, object] = {}
-        if self._evaluator:
-            found[Metric.EVAL_LOSS] = self._evaluator(params).loss
+        if self.evaluator:
+            found[Metric.EVAL_LOSS] = self.evaluator(params).loss
             if state.average is not None:
-                found[Metric.EVAL_LOSS_AVERAGED] = self._evaluator(self._merged(state.averaged)).loss
-        if self._tasks and self._tasks_model:
+                found[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._merged(state.averaged)).loss
+        tasks, model = self.opened.tasks, self.planned.tasks_model
+        if tasks and model:
             try:
-                found |= self._tasks_model.ask(self._tasks, params)
+                found |= model.ask(tasks, params)
             except (ConfigError, TrainingError) as error:  # of a task, or of parameters that are not finite
                 warn(f"step {step}: eval_tasks have no scores: {error}")
         return found
 
     def _merged(self, state: TrainState) -> State:
         """Returns the parameters of the model, its adapters merged into them."""
-        return state.params if state.frozen is None else self._merging(state.frozen, state.params)
-
-    def _open_answers(self, stream: Stream | None) -> Answers | None:
-        """Returns the answers to records of a stream, if it has questions and the config asks for samples of text.
-
-        The answer of a pair's record is the chosen one.
-        """
-        config = self._context.config
-        if not (self._recipe.has_answers and config.generate_prompt) or self._parts.model or self._parts.stream:
-            return None
-        questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
-        if not questions:
-            return None
-        ends = end_tokens(config.load_parameters_path)
-        return Answers(DecoderConfig.of(config), self._tokenizer(), self.mesh, ends, questions)
+        return self.merging(state.frozen, state.params) if self.merging and state.frozen is not None else state.params
 
     def ahead(self) -> None:
         """Returns None: a batch is a function of its position."""
 
-    def why_untrained(self) -> str:
-        return "no batch had a loss weight; look at the data with `maxbatch data`"
-
     def conclusion(self, state: TrainState) -> Iterator[str]:
         """Yields a sample of the model's text, and the next command to type."""
-        config = self._context.config
+        opened = self.opened
+        if not opened.concludes:
+            return
+        context, config = opened.context, opened.context.config
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
-        is_own = self._parts.model is not None or self._parts.stream is not None or self._tokenizer().identity == IDS
+        is_own = opened.is_own or opened.tokenizer().identity == IDS
         asks = _prompt_flag(config.generate_prompt)
-        if config.generate_prompt and not is_own and not self._context.stop.is_asked:
+        if config.generate_prompt and not is_own and not context.stop.is_asked:
             params = self._merged(state)
             try:
-                found = self._answer_sample(params) if self._recipe.has_answers else None
+                found = self._answer_sample(params) if opened.recipe.has_answers else None
                 text, asks = found or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         can_generate = config.enable_checkpointing and not is_own
         generating = [f"maxbatch generate {config.run_dir}{asks}"] * can_generate
-        console = self._context.console
-        width = console.width if console.is_terminal else None
+        width = context.console.width if context.console.is_terminal else None
         commands = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"
         for place, command in enumerate(commands):
             yield folded_command(f"{' ' * 6 if place else 'next: '}{command}", 8, width)
 
     def _text_sample(self, params: State) -> str:
         """Returns a text that continues `generate_prompt`."""
-        config = self._context.config
+        opened, config = self.opened, self.opened.context.config
         rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
-        return generate_text(params, self._tokenizer(), config.generate_prompt, TextConfig.of(config), rules, self.mesh)
+        text, tokenizer = TextConfig.of(config), opened.tokenizer()
+        return generate_text(params, tokenizer, config.generate_prompt, text, rules, self.planned.mesh)
 
     def _answer_sample(self, params: State) -> tuple[str, str] | None:
         """Returns an answer in the form of the data, and the flags of `generate` that ask for the like.
@@ -490,20 +563,20 @@ class Pretraining:
         The question is `generate_prompt` if the config states one and the data are chats, else that of a record; None
         if no record has a question.
         """
-        config = self._context.config
-        self._answers = self._answers or self._open_answers(self.stream)
-        if self._answers is None:
+        opened, config = self.opened, self.opened.context.config
+        answers = self.answers or opened.answers_to(opened.stream, self.planned.mesh)
+        if answers is None:
             return None
-        question, prompts = self._answers.questions[0], self._answers.prompts
+        question, prompts = answers.questions[0], answers.prompts
         if prompts is None or not prompts.is_prompt(question.prompt):
-            asks = _prompt_flag(self._answers.tokenizer.decode(question.prompt))
+            asks = _prompt_flag(answers.tokenizer.decode(question.prompt))
         else:
             asks = " --chat"
             if config.generate_prompt != keys()["generate_prompt"].default:
                 asks += _prompt_flag(config.generate_prompt)
                 ids = prompts.ids([{"role": "user", "content": config.generate_prompt}])
                 question = Question(ids.tolist()[: config.max_target_length - 1], [])
-        answer = self._answers.to(question, params)
+        answer = answers.to(question, params)
         return f"{answer.question}{answer.answer}", asks
 
 

@@ -17,6 +17,7 @@ import dataclasses
 import hashlib
 import json
 import zlib
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,7 +30,7 @@ from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import Indices, SampleOrigin, SampleRows
 from maxbatch.data.stream.stream import Stream
-from maxbatch.parallel.hosts import gather
+from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.system.errors import TrainingError
@@ -169,6 +170,53 @@ class ReferredRows:
 def with_reference(stream: Stream, reference: Reference) -> Stream:
     """Returns a stream whose samples have `reference`, float32[W], beside their tokens."""
     return dataclasses.replace(stream, samples=ReferredRows(stream.samples, reference))
+
+
+class ReadPart(NamedTuple):
+    """The part of a stream that a run reads."""
+
+    stream: Stream | None  # None on a host that reads no rows
+    num_samples: int  # from its start
+
+
+class FoundReference(NamedTuple):
+    """The reference of a run as an earlier start left it."""
+
+    reference: Reference
+    missing: list[tuple[Stream | None, int, int]]  # of which streams it lacks which samples: first, behind the last
+    is_other: bool  # whether the file states other held-out samples
+
+
+def find_reference(
+    path: AnyPath, new: Reference, mark: str, resumes: bool, read: ReadPart, held_out: ReadPart
+) -> FoundReference:
+    """Returns what is known of the reference of all samples that a run reads: the file of an earlier start.
+
+    A new run computes it from its parameters, whatever an attempt that was killed before its first checkpoint left.
+
+    Args:
+      path: of the file.
+      new: a reference without samples.
+      mark: of the first parameters (`RunOrigin.mark`).
+      resumes: whether the run has a checkpoint.
+      read: of the training stream.
+      held_out: of the held-out stream.
+    """
+    known = read_on_all_hosts(path, new.unit, new.num_answers) if resumes else new
+    if known is None or (known.origin and mark and known.origin != mark):
+        why = "missing or damaged" if known is None else "of another run"
+        warn(f"{path}: {why}; the reference is computed again from the first parameters")
+        known = new
+    stream = held_out.stream
+    identity = broadcast(lambda: digest_of(stream.identity if stream is not None else None))
+    is_other = identity != known.held_out  # other samples, or a file made before it stated them
+    if is_other:
+        is_known = all(gather(known.knows(stream.samples, held_out.num_samples) if stream is not None else True))
+        known.num_held_out, known.held_out = held_out.num_samples if is_known else 0, identity
+    parts = [(read.stream, known.num_samples, read.num_samples), (stream, known.num_held_out, held_out.num_samples)]
+    known.num_samples = max(known.num_samples, read.num_samples)
+    known.num_held_out = max(known.num_held_out, held_out.num_samples)
+    return FoundReference(known, [part for part in parts if part[2] > part[1]], is_other)
 
 
 class ReferencePass:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Generic, NamedTuple
@@ -20,10 +20,8 @@ from maxbatch.config.loading import dump_config
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.sections import Config
 from maxbatch.data.store.cache_folder import cache_folder
-from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
-from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.update_settings import UpdatePlan
@@ -56,14 +54,14 @@ from maxbatch.training.record.progress import RunProgress
 from maxbatch.training.record.recorder import Output, Record, RecordConfig, Recorder, ThroughputMeter
 from maxbatch.training.resuming import changed_reads, changes_since
 from maxbatch.training.signals import StopRequest
-from maxbatch.training.task import B, Start, Task
+from maxbatch.training.task import B, Built, Opened, Running, Start
 from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.origin import RunOrigin
-from maxbatch.training.weights.parameters import Reader, Source, open_parameters, open_source
+from maxbatch.training.weights.parameters import FirstParameters, Source, open_source
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -130,24 +128,12 @@ class RunContext:
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
         self.board: Board | None = None  # while the run trains, on the host that writes
-        self.origin: RunOrigin[Source]  # set by the session, which knows the newest checkpoint
-        self._read_parameters: Reader | None = None
 
     @property
-    def start(self) -> tuple[str, str]:
+    def source(self) -> tuple[str, str]:
         """The config key and the path of the source of the first parameters; an empty path if they are made."""
         keys = ("load_full_state_path", "load_parameters_path")
         return next(((key, self.config[key]) for key in keys if self.config[key]), ("init_weights_seed", ""))
-
-    def open_parameters(self, abstract_params: State) -> Reader | None:
-        """Returns the reader of the parameters that the run starts from, opened once; None if they are made.
-
-        Args:
-          abstract_params: shapes and shardings of the model's parameters.
-        """
-        if self._read_parameters is None and (source := self.origin.source()):
-            self._read_parameters = open_parameters(source, self.config.model, abstract_params)
-        return self._read_parameters
 
 
 class Session(Generic[B]):
@@ -155,37 +141,32 @@ class Session(Generic[B]):
 
     Args:
       context: the parts of the run that the task was made from.
-      task: the task, its data opened.
+      opened: the task, its data open.
       outputs: further places that the records of the run go to.
 
     Raises:
       ConfigError: the config, the data or the checkpoint cannot be used; nothing is written before.
     """
 
-    state: TrainState
-    position: Position
-    plan: BatchPlan  # from `position` on
-    _restored_from = "checkpoints"
-
-    def __init__(self, context: RunContext, task: Task[B], outputs: Sequence[Output] = ()) -> None:
-        self._context, self.task, self._outputs = context, task, outputs
+    def __init__(self, context: RunContext, opened: Opened[B], outputs: Sequence[Output] = ()) -> None:
+        self._context, self.opened, self._outputs = context, opened, outputs
         self.config, self.console, self.folder = context.config, context.console, context.folder
-        self.checkpoints = self._open_checkpoints()
         self._clock = context.sessions
+        self.checkpoints = self._open_checkpoints()
         with self._clock.during(TimePart.RESTORING):
             newest = self.checkpoints.newest() if self.checkpoints else None
             self._local = self._open_local_checkpoints()
         local = self._local.states[0].record if self._local and self._local.states else None
         if local and (newest is None or local.position.step >= newest.position.step):
             newest = local
-        self._pin_origin(newest)
-        hosts = newest.hosts if newest else ()
-        self._stand_at(newest.position if newest else Position(), *hosts)
+        parameters = self._pin_origin(newest)
+        self.position = newest.position if newest else Position()
+        hosts = newest.hosts if newest else (None, None)
+        self.planned = opened.plan(_resume(self.position, hosts))
         for message in self.plan.warnings:
             warn(message)
-        self.task.build(self.plan)
         with self._clock.during(TimePart.RESTORING):
-            restored = self._restore()
+            restored, self._restored_from = self._restore()
         if self.checkpoints and not restored and self.folder.is_fork:
             raise ConfigError(
                 f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
@@ -193,20 +174,13 @@ class Session(Generic[B]):
             )
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
-            self._stand_at(position, *hosts)
+            self.position, self.planned = position, opened.plan(_resume(position, hosts))
         if self._local:
             self._local.resumed(position.step)
         self._restored = restored.state if restored else None
-        self._ahead = restored.ahead if restored else None
-        reads: dict[str, str] = {}
-        if not self.is_complete:
-            self.task.open_held_out()
-            self._refuse_patience_without_eval()
-            reads = self.task.identities()
-            check_agreed(reads, "give every host the same files")
-        if not (restored and self.is_complete):
-            with self._clock.during(TimePart.RESTORING):
-                self.task.open_start(self.start, is_new=not restored)
+        start = Start(position, restored.ahead if restored else None, not restored, parameters)
+        self.built = None if self.is_complete else self._build(start)
+        reads = self.built.reads if self.built else {}
         self._changes: list[str] = []
         if self.position.step and is_first():
             self._changes = changes_since(self.folder.path, self.config, self.plan, self.position.samples_seen)
@@ -219,12 +193,13 @@ class Session(Generic[B]):
             self.folder.note_reads(reads)
             self._record_devices()
 
-    def _pin_origin(self, newest: CheckpointRecord | None) -> None:
-        key, path = self.task.start
+    def _pin_origin(self, newest: CheckpointRecord | None) -> FirstParameters:
+        key, path = self.opened.source
         open_at = StoredCheckpoint if key == "load_full_state_path" else open_source
-        self._context.origin = RunOrigin(open_at, key, path, self.folder.path, newest)
+        origin: RunOrigin[Source] = RunOrigin(open_at, key, path, self.folder.path, newest)
         if self.checkpoints:
-            self.checkpoints.origin = self._context.origin
+            self.checkpoints.origin = origin
+        return FirstParameters(origin, self.config.model)
 
     def _open_checkpoints(self) -> Checkpoints | None:
         if not self.config.enable_checkpointing:
@@ -232,9 +207,9 @@ class Session(Generic[B]):
         checkpoints = Checkpoints(
             self.folder.path,
             self.config.max_num_checkpoints_to_keep,
-            {"data": dict(self.task.data.identity), "model": dict(self.task.model.identity)},
+            {"data": dict(self.opened.data.identity), "model": dict(self.opened.model.identity)},
             warn,
-            self.task.data.num_loading_hosts,
+            self.opened.data.num_loading_hosts,
             self._context.identity.run_id,
         )
         return self._context.stack.enter_context(closing(checkpoints))
@@ -247,23 +222,28 @@ class Session(Generic[B]):
             closing(LocalCheckpoints(directory, self.folder.path, self._context.identity, self.checkpoints, warn))
         )
 
-    def _restore(self) -> Restored | None:
-        """Returns the newest state that is whole, of the local checkpoints and of those in `run_dir`."""
+    def _restore(self) -> tuple[Restored | None, str]:
+        """Returns the newest state that is whole, of the local checkpoints or of those in `run_dir`, and which."""
         if not self.checkpoints:
-            return None
-        abstract, make = self.task.abstract, self.task.executable
+            return None, ""
+        abstract, make = self.planned.abstract, self.planned.executable
         if self._local:
             for state in self._local.states:
                 if newer := self.checkpoints.restore(abstract, make, after=state.step):
-                    return newer
+                    return newer, "checkpoints"
                 if restored := self._local.restore(state, abstract, make):
-                    self._restored_from = "local checkpoints"
-                    return restored
-        return self.checkpoints.restore(abstract, make)
+                    return restored, "local checkpoints"
+        return self.checkpoints.restore(abstract, make), "checkpoints"
 
-    def _stand_at(self, position: Position, *hosts: int) -> None:
-        self.position = position
-        self.plan = self.task.plan(Resume(position.step, position.samples_seen, *hosts))
+    def _build(self, start: Start) -> Built[B]:
+        built = self.planned.build(start)
+        patience = self.config.early_stopping_patience
+        if patience is not None and not built.has_eval_loss:
+            raise ConfigError(
+                f"early_stopping_patience={patience}: counts evals, and nothing is held out; works: eval_fraction=0.1, "
+                "or eval_dataset_path"
+            )
+        return built
 
     def _record_devices(self) -> None:
         used = DevicesUsed(
@@ -272,14 +252,14 @@ class Session(Generic[B]):
             num_devices=len(self._context.devices),
             num_hosts=jax.process_count(),
             num_slices=num_slices(self._context.devices),
-            mesh=dict(self.task.mesh.shape),
+            mesh=dict(self.planned.mesh.shape),
         )
         record_devices(self.folder.path, used)
 
     @property
-    def start(self) -> Start:
-        """The position from which the run continues, and its plan from there."""
-        return Start(self.plan, self.position, self._ahead)
+    def plan(self) -> BatchPlan:
+        """The plan of the run, from the position at its start on."""
+        return self.planned.plan
 
     @property
     def total_steps(self) -> int:
@@ -297,14 +277,6 @@ class Session(Generic[B]):
         """Returns whether the eval loss has not fallen for `early_stopping_patience` evals in a row."""
         patience = self.config.early_stopping_patience
         return patience is not None and position.best_eval.evals_since >= patience
-
-    def _refuse_patience_without_eval(self) -> None:
-        patience = self.config.early_stopping_patience
-        if patience is not None and not self.task.has_eval_loss:
-            raise ConfigError(
-                f"early_stopping_patience={patience}: counts evals, and nothing is held out; works: eval_fraction=0.1, "
-                "or eval_dataset_path"
-            )
 
     @property
     def _early_end(self) -> str:
@@ -325,37 +297,28 @@ class Session(Generic[B]):
           DivergedError: `max_consecutive_skips` updates in a row were not finite, or all updates of the run.
           TrainingError: the disk is full, or no update had a loss.
         """
-        if self.is_complete:
-            self._check_result()
-            if self._local:
-                self._local.remove()
-            longer = "early_stopping_patience" if self._early_end else "its length"
-            self.console.print(
-                f"{self.config.run_dir} is complete: {counted(self.position.step, 'update')}, {self._samples_seen}"
-                f"{self._early_end}. To continue, raise {longer}; for a new run, give another run_dir."
-            )
-            return Outcome(self.position, None, self.config.run_dir)
+        if self.built is None:
+            return self._already_complete()
         with (
             self._naming_what_is_saved(),
             CompileCounter(partial(self._clock.move, TimePart.COMPILING)) as compiles,
             Profiler(self.config.profile_steps, self.folder.path / "profile") as profiler,
-            ExitStack() as outputs,
-            self.task.feed(self.start) as feed,
+            ExitStack() as stack,
         ):
-            self._introduce()
-            recorder = self.open_recorder(compiles, outputs)
+            self._introduce(self.built)
+            recorder = self.open_recorder(compiles, stack)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
             with self._clock.during(TimePart.COMPILING):
-                self.state = self.task.prepare(restored, self.start)
-            if self.config.eval_interval > 0 and not self.task.evaluates:
-                unit = self.task.data.unit
+                running, state = self.built.run(restored, stack)
+            if self.config.eval_interval > 0 and not running.evaluates:
+                unit = self.opened.data.unit
                 self.console.print(
                     f"no evals: no {unit} are held out; eval_fraction or eval_dataset_path holds some out"
                 )
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             with self._clock.during(TimePart.UPDATES_LOST):  # kept once they are recorded
-                self.train(feed, recorder, profiler)
+                state = self.train(running, state, recorder, profiler)
             self._clock.record(self.position.step)
         if self.checkpoints:
             with self._naming_what_is_saved(), self._clock.during(TimePart.CHECKPOINTS):
@@ -363,7 +326,18 @@ class Session(Generic[B]):
         if self._local and self.is_complete:
             self._local.remove()
         with self._clock.during(TimePart.EVAL):
-            return self._conclude()
+            return self._conclude(running, state)
+
+    def _already_complete(self) -> Outcome:
+        self._check_result(self.opened.why_untrained)
+        if self._local:
+            self._local.remove()
+        longer = "early_stopping_patience" if self._early_end else "its length"
+        self.console.print(
+            f"{self.config.run_dir} is complete: {counted(self.position.step, 'update')}, {self._samples_seen}"
+            f"{self._early_end}. To continue, raise {longer}; for a new run, give another run_dir."
+        )
+        return Outcome(self.position, None, self.config.run_dir)
 
     def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> Recorder:
         """Returns the recorder of the updates ahead; `stack` closes the places that its records go to."""
@@ -374,7 +348,7 @@ class Session(Generic[B]):
                 self._context.board = output
                 output.settings(settings_of(self.config))
         length, peak_tflops = slots_per_sample(self.config), self.config.peak_tflops_per_device
-        meter = ThroughputMeter(length, self.task.model.flops_per_token, self._context.devices, peak_tflops)
+        meter = ThroughputMeter(length, self.opened.model.flops_per_token, self._context.devices, peak_tflops)
         return Recorder(RecordConfig.of(self.config), self.plan.manager, self.position, compiles, meter, opened)
 
     def _doing(self) -> str:
@@ -393,20 +367,20 @@ class Session(Generic[B]):
         yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted)
         yield from self._outputs
 
-    def train(self, feed: Iterable[B], recorder: Recorder, profiler: Profiler) -> None:
+    def train(self, running: Running[B], state: TrainState, recorder: Recorder, profiler: Profiler) -> TrainState:
         """Trains on the fed batches. A run stops and is saved between batches; a batch may serve several updates."""
-        config, task = self.config, self.task
+        config = self.config
         settings = UpdatePlan.from_config(PlanConfig.of(config), self.plan.manager)
         first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
         recorder.restart_clock()
-        for batch in feed:
-            step, first_sample = batch.planned.step, batch.planned.first_sample
+        for batch in running.feed:
+            step = batch.planned.step
             if last_end == step - 1 and self._context.stop.before_update():
                 break
             self.folder.check()
             profiler.before(step)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
-                self.state, update = task.step(self.state, batch, settings.at(first_sample, batch.planned.num_rows))
+                state, update = running.step(state, batch, settings)
             self._clock.move(TimePart.WAITING_FOR_DATA, update.data_wait_s)
             if self._local:
                 self._local.settle()  # before a later update is recorded, so that a restart repeats one period at most
@@ -414,51 +388,52 @@ class Session(Generic[B]):
             self._context.background.check()
             if step == first_step:
                 jax.block_until_ready(update.metrics)
-                self._compile_rest()
-            ends_batch = batch.planned.end_sample > first_sample
+                self._compile_rest(running)
+            ends_batch = batch.planned.end_sample > batch.planned.first_sample
             is_last = step == self.total_steps
             saves = ends_batch and (is_last or is_due(config.checkpoint_period, last_end, step))
-            evaluates = ends_batch and task.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
+            evaluates = ends_batch and running.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
             keeps = self._local is not None and ends_batch and not is_last and self._is_due_locally(last_end, step)
             pauses = saves or keeps or evaluates or step == first_step or profiler.ends_after(step)
-            if pauses or task.takes_turns:
-                recorder.catch_up(partial(self._evaluate, step) if evaluates else None)
+            if pauses or running.takes_turns:
+                recorder.catch_up(partial(self._evaluate, running, state, step) if evaluates else None)
             ends_early = evaluates and self._ends_early(recorder.position)
             if pauses:
                 profiler.after(step)
                 if saves or ends_early:
-                    self._save(recorder)
+                    self._save(running, state, recorder)
                 if keeps and not ends_early:
-                    self._save_locally(recorder)
+                    self._save_locally(state, recorder)
                 recorder.restart_clock()
             last_end = step if ends_batch else last_end
             if ends_early:
                 break
         recorder.catch_up()
-        self._save(recorder)
+        self._save(running, state, recorder)
         recorder.sync()
         self.position = recorder.position
+        return state
 
-    def _evaluate(self, step: int) -> Mapping[str, object]:
+    def _evaluate(self, running: Running[B], state: TrainState, step: int) -> Mapping[str, object]:
         with self._clock.during(TimePart.EVAL):
-            return self.task.evaluate(self.state, step)
+            return running.evaluate(state, step)
 
-    def _save(self, recorder: Recorder) -> None:
+    def _save(self, running: Running[B], state: TrainState, recorder: Recorder) -> None:
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
             with self._clock.during(TimePart.CHECKPOINTS):
                 self.folder.check()
                 recorder.sync()
-                self.checkpoints.save(self.state, recorder.position, self.task.ahead())
+                self.checkpoints.save(state, recorder.position, running.ahead())
 
     def _is_due_locally(self, last_end: int, step: int) -> bool:
         return is_due(self.config.local_checkpoint_period, last_end, step)
 
-    def _save_locally(self, recorder: Recorder) -> None:
+    def _save_locally(self, state: TrainState, recorder: Recorder) -> None:
         assert self._local is not None
         with self._clock.during(TimePart.CHECKPOINTS):
             self.folder.check()
             recorder.sync()
-            self._local.save(self.state, recorder.position)
+            self._local.save(state, recorder.position)
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:
@@ -469,33 +444,31 @@ class Session(Generic[B]):
             fate = self.checkpoints.fate if self.checkpoints else "nothing is saved"
             raise TrainingError(f"{error}; {fate}") from error
 
-    def _compile_rest(self) -> None:
-        self.task.compile_rest()
+    def _compile_rest(self, running: Running[B]) -> None:
+        running.compile_rest()
         if self.checkpoints:
-            self.checkpoints.compile(self.task.abstract, self._context.background, self.task.executable)
+            self.checkpoints.compile(self.planned.abstract, self._context.background, self.planned.executable)
         if self._local:
-            self._local.compile(self.task.abstract, self._context.background)
+            self._local.compile(self.planned.abstract, self._context.background)
 
-    def _introduce(self) -> None:
+    def _introduce(self, built: Built[B]) -> None:
         """Prints the plan before training: the batch as an equation, the ramp, the model and its devices."""
         self.console.print(equation(self.plan))
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
-        for line in self.task.introduction(self.plan):
+        for line in (*built.introduction, *self._changes):
             self.console.print(line)
-        for line in self._changes:
-            self.console.print(line)
-        (step, samples_seen, *_), data = self.position, self.task.data
+        (step, samples_seen, *_), data = self.position, self.opened.data
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
         resumed = f", resumed at step {step}, sample {samples_seen:,}, from {self._restored_from}" if step else ""
         self.console.print(
-            f"{_parameters(self.task.abstract)} | {self.config.dataset_type}{epoch} | {self.config.run_dir}{resumed}"
+            f"{_parameters(self.planned.abstract)} | {self.config.dataset_type}{epoch} | {self.config.run_dir}{resumed}"
         )
         if self.config.run_name or self.config.base_output_directory:
             where, name = self.config.base_output_directory, self.config.run_name
             self.console.print(f"base_output_directory {where or 'runs'} | run_name {name or '(none)'}")
 
-    def _check_result(self) -> None:
+    def _check_result(self, why_untrained: str) -> None:
         """Raises TrainingError for a run none of whose updates had a finite loss and gradient."""
         position = self.position
         if not position.step or position.trained_updates:
@@ -506,17 +479,17 @@ class Session(Generic[B]):
                 f"{where}: {position.skipped_updates} had a gradient or a new state that is not finite; lower "
                 "learning_rate, or look at the parameters that it started from"
             )
-        raise TrainingError(f"{where}: {self.task.why_untrained()}")
+        raise TrainingError(f"{where}: {why_untrained}")
 
-    def _conclude(self) -> Outcome:
+    def _conclude(self, running: Running[B], state: TrainState) -> Outcome:
         """Prints the run's folder and the next command to type."""
         stopped_by = None if self.is_complete else self._context.stop.signal_name
         if stopped_by is None:
-            self._check_result()
+            self._check_result(running.why_untrained)
         where = f"step {self.position.step}, {self._samples_seen}, in {self.config.run_dir}"
         if stopped_by is None:
             self.console.print(f"done: {where}{self._early_end}")
-            for line in self.task.conclusion(self.state):
+            for line in running.conclusion(state):
                 self.console.print(line)
         else:
             fate = "saved" if self.checkpoints else "not saved (enable_checkpointing is false)"
@@ -525,7 +498,11 @@ class Session(Generic[B]):
 
     @property
     def _samples_seen(self) -> str:
-        return f"{self.position.samples_seen:,} {self.task.data.unit}"
+        return f"{self.position.samples_seen:,} {self.opened.data.unit}"
+
+
+def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> Resume:
+    return Resume(position.step, position.samples_seen, hosts[0], hosts[1], position.samples_planned)
 
 
 def _parameters(abstract: TrainState) -> str:

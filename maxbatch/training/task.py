@@ -1,9 +1,16 @@
-"""The interface of a task: what a session (`maxbatch.training.session`) trains."""
+"""The phases of a task, which a session (`maxbatch.training.session`) leads from one to the next.
+
+Each phase is a frozen value, made by a method of the one before it:
+
+    opened.plan(resume) -> planned      the data are open; what follows from config, devices and position is planned
+    planned.build(start) -> built       whatever the updates read is open, and whatever can be refused has been
+    built.run(restored, stack) -> running, state      the first update is compiled, and the batches are on their way
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import NamedTuple, Protocol, TypeVar
 
 import jax
@@ -13,12 +20,13 @@ from maxbatch.model.flops import model_flops_per_token
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.rampup import PlannedStep
-from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.runs.position import Position
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.step import StepMetrics
 from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import model_identity
+from maxbatch.training.weights.parameters import FirstParameters
 
 
 class TaskData(NamedTuple):
@@ -59,20 +67,23 @@ class Dispatched(NamedTuple):
     """An update under way: its plan, and metrics that may not be computed yet."""
 
     planned: PlannedStep
+    samples_seen: int  # after it
     micro_batch_size: int
     num_micro_batches: int
     learning_rate: float
     data_wait_s: float  # time that the update waited for its batch
     metrics: StepMetrics
     figures: Mapping[str, object] = {}  # further fields of its record, by name
+    samples_planned: int | None = None  # after it, if its batch may read more samples than it trains on
 
 
 class Start(NamedTuple):
-    """The position from which a run continues, and its plan from there."""
+    """The position from which a run continues, and what it starts from."""
 
-    plan: BatchPlan
     position: Position
-    ahead: str | None = None  # what the task saved there for the batches ahead
+    ahead: str | None  # what a checkpoint holds for the batches ahead
+    is_new: bool  # whether no state was restored
+    parameters: FirstParameters
 
 
 class TaskBatch(Protocol):
@@ -86,64 +97,92 @@ class TaskBatch(Protocol):
 B = TypeVar("B", bound=TaskBatch)
 
 
-class Task(Protocol[B]):
-    """The batches of a run, and the update that each of them takes.
-
-    The methods are called in this order, all but `step`, `evaluate` and `executable` at most once.
-
-    Attributes:
-      data: the data of the run.
-      model: the model of the run.
-      start: the config key and the path of the source of the first parameters; an empty path if they are made.
-      mesh: the mesh of the devices that train, from `build` on.
-      abstract: shapes and shardings of the state, from `build` on.
-      takes_turns: whether an update must end before the next one is dispatched.
-      evaluates: whether there is anything to evaluate, from `prepare` on.
-      has_eval_loss: whether an eval has a loss on held-out data, from `open_held_out` on.
-    """
-
-    data: TaskData
-    model: TaskModel
-    mesh: Mesh
-    abstract: TrainState
-    takes_turns: bool
-    evaluates: bool
-    has_eval_loss: bool
+class Opened(Protocol[B]):
+    """A task whose data are open."""
 
     @property
-    def start(self) -> tuple[str, str]: ...
+    def data(self) -> TaskData:
+        """The data of the run."""
 
-    def plan(self, resume: Resume) -> BatchPlan:
-        """Plans the batch from a position on; also called a second time, for the position of an older checkpoint."""
+    @property
+    def model(self) -> TaskModel:
+        """The model of the run."""
 
-    def build(self, plan: BatchPlan) -> None:
-        """Builds the mesh and abstract state from the plan; compiles nothing."""
+    @property
+    def source(self) -> tuple[str, str]:
+        """The config key and the path of the source of the first parameters; an empty path if they are made."""
 
-    def open_held_out(self) -> None:
-        """Opens the held-out data, unless the config has no eval; not called where no update is left."""
+    @property
+    def why_untrained(self) -> str:
+        """The reason why no update of a run that has ended had anything to train on, and a remedy."""
 
-    def identities(self) -> dict[str, str]:
-        """Returns the content of what this host reads besides its training data, by name, if an update is left.
+    def plan(self, resume: Resume) -> Planned[B]:
+        """Plans the run from a position on."""
 
-        Where another host reads a part, it has the first host's.
-        """
 
-    def open_start(self, start: Start, is_new: bool) -> None:
-        """Opens the source of the first parameters if this start reads it: not before the warm start of a new run."""
+class Planned(Protocol[B]):
+    """A task with its plan from a position on: nothing is compiled."""
+
+    @property
+    def plan(self) -> BatchPlan:
+        """The plan of its batches."""
+
+    @property
+    def mesh(self) -> Mesh:
+        """The mesh of the devices that train."""
+
+    @property
+    def abstract(self) -> TrainState:
+        """Shapes and shardings of the state."""
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Returns a compiled program."""
 
-    def feed(self, start: Start) -> AbstractContextManager[Iterable[B]]:
-        """Opens the batches of the updates ahead."""
+    def build(self, start: Start) -> Built[B]:
+        """Opens whatever the updates ahead read besides the training data; all hosts must read the same.
 
-    def introduction(self, plan: BatchPlan) -> Iterable[str]:
-        """Returns lines to print before the run starts."""
+        The source of the first parameters is opened if this start reads it, before the warm start of a new run not.
+        """
 
-    def prepare(self, restored: TrainState | None, start: Start) -> TrainState:
-        """Returns the state to start from, a restored or a first one, once the first update is compiled."""
 
-    def step(self, state: TrainState, batch: B, settings: UpdateSettings) -> tuple[TrainState, Dispatched]:
+class Built(Protocol[B]):
+    """A task that has everything that its updates need but a state."""
+
+    @property
+    def reads(self) -> Mapping[str, str]:
+        """The content of what it reads besides its training data, by name."""
+
+    @property
+    def has_eval_loss(self) -> bool:
+        """Whether an eval has a loss on held-out data."""
+
+    @property
+    def introduction(self) -> Sequence[str]:
+        """Lines to print before the run starts."""
+
+    def run(self, restored: TrainState | None, stack: ExitStack) -> tuple[Running[B], TrainState]:
+        """Compiles the first update and returns the state to start from: the restored one or a first one.
+
+        `stack` ends the feed and closes the files.
+        """
+
+
+class Running(Protocol[B]):
+    """A task whose updates are taken."""
+
+    @property
+    def feed(self) -> Iterable[B]:
+        """The batches of the updates ahead."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether an update must end before the next one is dispatched."""
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether there is anything to evaluate."""
+
+    def step(self, state: TrainState, batch: B, settings: UpdatePlan) -> tuple[TrainState, Dispatched]:
         """Dispatches one update."""
 
     def compile_rest(self) -> None:
@@ -155,8 +194,9 @@ class Task(Protocol[B]):
     def ahead(self) -> str | None:
         """Returns what a checkpoint must hold for the batches ahead besides state and position; None: nothing."""
 
+    @property
+    def why_untrained(self) -> str:
+        """The reason why no update of the run had anything to train on, and a remedy."""
+
     def conclusion(self, state: TrainState) -> Iterable[str]:
         """Returns lines to print once the run is complete."""
-
-    def why_untrained(self) -> str:
-        """Returns the reason why no update of the run had anything to train on, and a remedy."""

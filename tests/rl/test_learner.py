@@ -32,7 +32,7 @@ def test_rl_goes_on_without_a_flag_that_the_compiler_refuses(
         monkeypatch.setattr(module, "program_options", lambda *_: REFUSED)
     config = load_config(RL, [*KEYS, "reward=math", "micro_batch_size=-1"])
     mesh = make_mesh(config, jax.devices()[:1])
-    trains = learner.Learner(config, mesh)
+    trains = learner.Learner(learner.LearnerConfig.of(config), mesh)
     state = init_state(UpdateConfig.of(config), trains.abstract)
     samples = rollout.Roller(RolloutConfig.of(config), ByteTokenizer(), mesh, num_pairs=2)
     prompt = Prompt(0, "x", np.array([ord("x")], np.int32), {})

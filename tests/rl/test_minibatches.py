@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from maxbatch.runs.position import read_record
 from tests.helpers.policies import GROUP, policy_config, train
 from tests.helpers.tiny import assert_same_run
 
@@ -73,7 +74,9 @@ def test_filtered_groups_are_replaced_by_the_next_prompts_and_every_prompt_that_
 def test_a_resume_between_filtered_batches_reads_on_where_the_last_one_ended(
     filtered: list[dict[str, Any]], tmp_path: Path
 ) -> None:
-    train(tmp_path / "run", *FILTERED, "steps=4")
+    *_, last = train(tmp_path / "run", *FILTERED, "steps=4")
+    position = read_record(tmp_path / "run/checkpoints/4").position
+    assert (position.samples_planned, position.samples_seen) == (16, last["samples_seen"]) != (16, 16)
     assert_same_updates(train(tmp_path / "run", *FILTERED, "steps=6"), filtered)
 
 

@@ -13,13 +13,13 @@ from maxbatch import load_config
 from maxbatch.config.loading import configs_dir
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl import warm_start
-from maxbatch.training.pretraining import Pretraining
+from maxbatch.training.pretraining import RunningPretraining
 
 
 def test_worked_examples_that_no_checkpoint_was_trained_on_are_written_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(warm_start, "train", lambda *_, task: None)
+    monkeypatch.setattr(warm_start, "train", lambda *_, concludes: None)
     folder = Path(warm_start.warm_start_folder(str(tmp_path)))
 
     def examples(seed: int) -> str:
@@ -38,9 +38,10 @@ def test_worked_examples_that_no_checkpoint_was_trained_on_are_written_anew(
 
 
 def test_a_warm_start_names_no_next_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks: list[type[Pretraining]] = []
-    monkeypatch.setattr(warm_start, "train", lambda *_, task: tasks.append(task))
+    opened: list[Any] = []
+    monkeypatch.setattr(warm_start, "train", lambda *_, **keywords: opened.append(SimpleNamespace(**keywords)))
     batch: Any = SimpleNamespace(micro_batch_size=4, num_trainer_devices=1, effective_batch_size=4)
     warm_start.warm_up(load_config("rl", ["warm_start_path=examples.jsonl"]), batch, [])
-    (task,) = tasks
-    assert list(task.conclusion(object.__new__(task), state=None)) == []  # type: ignore[arg-type]
+    nothing: list[Any] = [None] * 7
+    running = RunningPretraining(*opened, *nothing)
+    assert list(running.conclusion(nothing[0])) == []

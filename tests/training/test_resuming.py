@@ -11,7 +11,7 @@ import jax
 import pytest
 
 from maxbatch.training.own import Parts
-from maxbatch.training.pretraining import Pretraining, train
+from maxbatch.training.pretraining import open_pretraining, train
 from maxbatch.training.session import RunContext, Session
 from tests.helpers.tiny import tiny_config
 
@@ -35,7 +35,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 def lines(run_dir: Path, *overrides: str, devices: int = 2) -> list[str]:
     with ExitStack() as stack:
         context = RunContext(tiny_config(*RUN, f"run_dir={run_dir}", *overrides), jax.devices()[:devices], stack)
-        return Session(context, Pretraining(context))._changes
+        return Session(context, open_pretraining(context))._changes
 
 
 @pytest.mark.runs
@@ -79,7 +79,7 @@ def test_a_loss_and_held_out_data_whose_content_changed_are_told(run_dir: Path, 
         parts = write(text, loss)
         with ExitStack() as stack:
             context = RunContext(tiny_config(*RUN, *data), jax.devices()[:2], stack)
-            return Session(context, Pretraining(context, parts))._changes
+            return Session(context, open_pretraining(context, parts))._changes
 
     write("one", "1")
     train(tiny_config(*RUN, "steps=1", *data), jax.devices()[:2])

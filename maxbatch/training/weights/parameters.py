@@ -26,7 +26,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import Adapting, StoredCheckpoint
-from maxbatch.training.weights.origin import Identified, open_origin
+from maxbatch.training.weights.origin import Identified, RunOrigin, open_origin
 
 Reader = Callable[[State], State]  # from shapes, types and places of parameters to the parameters
 
@@ -100,6 +100,24 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
         return merged
 
     return read
+
+
+class FirstParameters:
+    """The parameters that a run starts from; their headers are read once, with the first `open`."""
+
+    def __init__(self, origin: RunOrigin[Source], config: ModelConfig) -> None:
+        self.origin, self._config = origin, config
+        self._read: Reader | None = None
+
+    def open(self, abstract_params: State) -> Reader | None:
+        """Returns a function that reads them; None if they are made.
+
+        Args:
+          abstract_params: shapes and shardings of the model's parameters.
+        """
+        if self._read is None and (source := self.origin.source()):
+            self._read = open_parameters(source, self._config, abstract_params)
+        return self._read
 
 
 def placed(params: State, where: Mesh | jax.Device) -> State:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch import ConfigError
 from maxbatch.commands.train import _last_saved as last_saved_of
 from maxbatch.training.own import Parts
-from maxbatch.training.pretraining import Pretraining, train
+from maxbatch.training.pretraining import open_pretraining, train
 from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import RunContext, Session
 from maxbatch.training.update.balance import BalancedState
@@ -85,7 +85,7 @@ def restart(folder: Path, devices: list[jax.Device] = ONE, *overrides: str) -> t
     """Returns the step that a restart continues from, and its state."""
     with ExitStack() as stack:
         context = RunContext(config_of(folder, *overrides), devices, stack)
-        session = Session(context, Pretraining(context))
+        session = Session(context, open_pretraining(context))
         return session.position.step, session._restored
 
 
