@@ -53,7 +53,7 @@ WHOLE_CONFIG = {
     },
     "huggingface/arrays": set(),
     "huggingface/export": set(),
-    "rl": {"Learner.__init__", "PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
+    "rl": {"PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
     "auditing": set(),
     "pages": set(),
 }  # fmt: skip
