@@ -19,7 +19,7 @@ from tests.helpers.batch_page import rows_of
 from tests.helpers.tiny import read_metrics
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
-# The promises that each adapter breaks, with the fault; of the others each holds, but for devices on one device.
+# The promises that each adapter breaks, with the cause; of the others each holds, but for devices on one device.
 MEANS = dict.fromkeys(("uneven", "empty", "remainder", "padding"), "mean of means")
 AUDITED = {"audit_optax": {}, "audit_nnx": {}, "audit_multisteps": MEANS, "audit_maxbatch": {}}
 
@@ -157,7 +157,7 @@ def test_an_audit_finds_the_mean_of_means_of_an_average_over_devices(make: str, 
     pytest.importorskip("torch")
     found = maxbatch.audit(getattr(example("audit_torch"), make), updates=2)
     assert {each.promise for each in found.broken} == broken, str(found)
-    assert all(each.fault == "mean of means" for each in found.broken)
+    assert all(each.cause == "mean of means" for each in found.broken)
 
 
 @pytest.mark.slow
@@ -168,11 +168,11 @@ def test_an_audit_finds_the_mean_of_means_of_a_model_that_takes_no_number_of_ite
 ) -> None:
     pytest.importorskip("transformers")
     found = maxbatch.audit(getattr(example("audit_transformers"), make), updates=2)
-    assert {each.promise: each.fault for each in found.broken} == broken, str(found)
+    assert {each.promise: each.cause for each in found.broken} == broken, str(found)
 
 
 def check_audit(name: str) -> None:
     found = maxbatch.audit(example(name).make, updates=2)
-    assert {each.promise: each.fault for each in found.broken} == AUDITED[name], str(found)
+    assert {each.promise: each.cause for each in found.broken} == AUDITED[name], str(found)
     left_out = {each.promise for each in found.verdicts if each.status == "not applicable"}
     assert left_out == ({"devices"} if name in ("audit_nnx", "audit_multisteps") else set())

@@ -1,4 +1,4 @@
-"""The audit: every promise judged, the smallest counterexample of each that is broken, and its fault."""
+"""The audit: every promise judged, the smallest counterexample of each that is broken, and its cause."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from maxbatch.auditing.bench import Bench, Broken
+from maxbatch.auditing.causes import CAUSES, cause, divides_by_zero, terms
 from maxbatch.auditing.compare import LEAST as LEAST_DISTANCE
 from maxbatch.auditing.compare import TIMES
 from maxbatch.auditing.data import Data, RowSpec
-from maxbatch.auditing.faults import FAULTS, fault, terms
 from maxbatch.auditing.promises import PROMISES, Promise, Side, whole
 from maxbatch.auditing.resuming import ImportMake
 from maxbatch.auditing.trainer import Layout, Make, Refused, Subject
@@ -51,8 +51,8 @@ class Verdict:
     sentence: str
     status: str  # "holds", "broken" or "not applicable"
     reason: str = ""  # why it is not applicable, how far it was tried, or the exception that broke it
-    fault: str = ""  # a name of the table of faults
-    explanation: str = ""  # the fault in words
+    cause: str | None = None  # a name of the table of causes, where an experiment proves it
+    explanation: str = ""  # of a broken promise: the cause in words, or the effect if no cause is proved
     array: str | None = None  # the parameter that differs most; None: only the reported loss differs
     by: float | None = None  # its difference, relative to the movement of the parameters; None: not a number
     loss_by: float | None = None  # the relative difference of the reported loss; 0: none
@@ -158,7 +158,7 @@ def audit(
             for promise, broken, reason in found
         ]
     verdicts: list[Verdict] = []
-    known: dict[str, str] = {}
+    causes: dict[str, str | None] = {promise.name: None for promise, broken, _ in found if broken}
     for promise, broken, reason in found:
         if broken is None:
             status = "not applicable" if reason else "holds"
@@ -167,8 +167,8 @@ def audit(
             verdicts.append(Verdict(promise.name, promise.sentence, status, reason))
             continue
         smallest = bench.smallest(promise, broken)
-        known[promise.name] = fault(bench, promise.name, smallest, known)
-        verdicts.append(_verdict(bench, promise, smallest, known[promise.name]))
+        causes[promise.name] = cause(bench, promise.name, smallest, causes)
+        verdicts.append(_verdict(bench, promise, smallest, causes[promise.name]))
     within, reports_loss = bench.tolerance, bool(bench.base.losses)
     return Audit(
         tuple(verdicts),
@@ -180,7 +180,7 @@ def audit(
     )
 
 
-def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdict:
+def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str | None) -> Verdict:
     side, gap = broken.trial.second, broken.difference
     weights = bench.data.batches(side.rows)[0]["weights"]
     tokens = tuple(int(weights[slice(*piece)].sum()) for piece in side.pieces)
@@ -193,14 +193,21 @@ def _verdict(bench: Bench, promise: Promise, broken: Broken, name: str) -> Verdi
         promise.sentence,
         "broken",
         reason=broken.raised,
-        fault=name,
-        explanation=FAULTS[name],
+        cause=name,
+        explanation=CAUSES[name] if name else _effect(bench, promise, broken),
         array=gap.array,
         by=by,
         loss_by=gap.loss_by if np.isfinite(gap.loss_by) else None,
         terms=() if broken.raised or broken.trial.must_differ else tuple(terms(bench, broken.trial)),
         case=case,
     )
+
+
+def _effect(bench: Bench, promise: Promise, broken: Broken) -> str:
+    """Returns the effect of a broken promise whose cause is not proved."""
+    if not broken.raised and divides_by_zero(bench, broken.trial.second):
+        return "a row, a micro-batch or a device without a trained token gives NaN, as 0 / 0 does"
+    return f"{promise.effect}; cause not recognised"
 
 
 def _nan(bench: Bench) -> str:

@@ -7,11 +7,11 @@ from typing import NamedTuple
 import numpy as np
 
 from maxbatch.auditing import compare
-from maxbatch.auditing.compare import Difference
+from maxbatch.auditing.compare import Difference, Tolerance
 from maxbatch.auditing.data import Data, RowSpec
 from maxbatch.auditing.promises import Comparison, Promise, Side, whole
 from maxbatch.auditing.resuming import ImportMake, NoProcess, resumed_elsewhere, resumed_here
-from maxbatch.auditing.trainer import Refused, Run, Subject, Unsaved
+from maxbatch.auditing.trainer import Refused, Run, Subject, Unsaved, is_equal
 from maxbatch.system.errors import ConfigError
 
 _ROWS = 8
@@ -76,6 +76,9 @@ class Bench:
         subject, batches = self._subject, self.data.batches(side.rows)
         if not side.save_after:
             return subject.run(side.layout, batches)
+        if side.then:
+            begun, saved = subject.run_and_save(side.layout, batches[: side.save_after])
+            return begun.then(subject.resume(side.then, saved, batches[side.save_after :]))
         if not side.in_new_process:
             return resumed_here(subject, side.layout, batches, side.save_after)
         return resumed_elsewhere(subject, self._import_make, side.layout, batches, side.save_after)
@@ -98,9 +101,9 @@ class Bench:
                 refused = refused or str(error)
                 continue
             applies = True
-            found = (
-                self._unseen(first, second) if trial.must_differ else self._difference(promise, trial, first, second)
-            )
+            if promise.name == "order" and not self.order_distance:
+                continue  # otherwise its spread does not measure rounding
+            found = self._unseen(first, second) if trial.must_differ else self.difference(trial)
             if found:
                 return Broken(trial, found), ""
         return None, "" if applies else refused
@@ -113,21 +116,34 @@ class Bench:
                 return found
         return broken
 
-    def _difference(self, promise: Promise, trial: Comparison, first: Run, second: Run) -> Difference | None:
-        if promise.name == "order" and not self.order_distance:  # otherwise its spread does not measure rounding
-            return None
+    def difference(self, trial: Comparison) -> Difference | None:
+        """Returns the difference of the two runs of a trial beyond rounding, or None; raises Refused."""
+        first, second = self.run(trial.first), self.run(trial.second)
         found = compare.difference(first, second, self.tolerance)
-        side, rows = trial.first, trial.first.rows
-        if not found or self.order_distance or side.layout != whole(rows.rows_given):
-            return found
-        # Gradients that are nearly zero differ from rows to rows, and Adam turns their rounding into steps.
-        orders = _orders(self.data.seed, rows.num_rows)
+        return found and compare.difference(first, second, self.tolerance_of(trial.first))
+
+    def tolerance_of(self, side: Side) -> Tolerance:
+        """Returns the tolerance for the rows of a run.
+
+        Gradients that are nearly zero differ from rows to rows, and Adam turns their rounding into steps.
+        """
+        rows = side.rows
+        if self.order_distance or side.layout != whole(rows.rows_given):
+            return self.tolerance
+        order = rows.order or tuple(range(rows.num_rows))
+        orders = [tuple(order[place] for place in places) for places in _orders(self.data.seed, len(order))]
         permuted = [self.run(side._replace(rows=rows._replace(order=order))) for order in orders]
-        return compare.difference(first, second, self.tolerance.or_more(compare.tolerance(first, permuted)[0]))
+        return self.tolerance.or_more(compare.tolerance(self.run(side), permuted)[0])
+
+    def repeats(self, side: Side) -> bool:
+        """Returns whether a new trainer gives the run again."""
+        run, again = self.run(side), self._subject.repeat(side.layout, self.data.batches(side.rows))
+        return is_equal(run, again) or compare.difference(run, again, self.tolerance) is None
 
     def _unseen(self, first: Run, second: Run) -> Difference | None:
         params, loss = compare.is_same(first, second)
         array = "all parameters" if params else None
+        loss = loss and not compare.is_coarse(first)  # a loss in bfloat16 may hide a row
         return Difference(1, array, 0.0, 0.0) if params or loss else None
 
     def _raises(self, trial: Comparison, error: Refused) -> Broken | None:

@@ -72,7 +72,7 @@ def tolerance(base: Run, permuted: Sequence[Run]) -> tuple[Tolerance, float]:
     gaps = [_loss_gaps(base, run) for run in permuted]
     loss = max((gap for of_run in gaps for gap in of_run), default=0.0)
     first = max((gap for of_run in gaps for gap in of_run[:1]), default=0.0)
-    most_first = _MOST_FIRST_COARSE if all(map(_is_coarse, base.losses)) else _MOST_FIRST
+    most_first = _MOST_FIRST_COARSE if is_coarse(base) else _MOST_FIRST
     least = _LEAST_LOSS / _loss_scale(base)
     found = ((pooled, _MOST), (loss, max(least, _MOST)), (first, max(least, most_first)))
     if worst := max((x for x, most in found if not x <= most), default=0.0):
@@ -91,7 +91,10 @@ def difference(base: Run, other: Run, within: Tolerance) -> Difference | None:
             most = [LEAST + TIMES * spread + ulps for spread, ulps in zip(spreads, rounding, strict=True)]
             if any(not (part <= limit).all() for part, limit in zip(parts, most, strict=True)):
                 gaps[t, name] = max(float(part.max()) for part in parts if part.size)
-    losses = {t: gap for t, gap in enumerate(_loss_gaps(base, other), 1) if not gap <= within.of_loss}
+    # A loss in bfloat16 may differ by its last bit, and a later loss by the rounding of the parameters before it.
+    of_loss = within.of_loss + (_MOST_FIRST_COARSE if is_coarse(base) and is_coarse(other) else 0.0)
+    of_params = max(base.rounding.values())
+    losses = {t: gap for t, gap in enumerate(_loss_gaps(base, other), 1) if not gap <= of_loss + (t - 1) * of_params}
     if not gaps and not losses:
         return None
     array = max(gaps, key=lambda place: gaps[place])[1] if gaps else None
@@ -115,9 +118,20 @@ def starts_apart(a: Run, b: Run) -> str | None:
     return next((name for name in _of(a) if not np.array_equal(a.params[0][name], b.params[0][name])), None)
 
 
-def apart(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray]) -> float:
-    """Returns the root mean square of the differences of two sets of parameters."""
-    return float(np.sqrt(np.mean(np.concatenate([(a[name] - b[name]).ravel() ** 2 for name in a]))))
+def apart(a: Mapping[str, np.ndarray], b: Mapping[str, np.ndarray], noise: Mapping[str, np.ndarray]) -> float:
+    """Returns the root mean square of the differences of two sets of parameters, without the elements of noise."""
+    gaps = [(a[name] - b[name])[~noise[name] if name in noise else ...].ravel() for name in a]
+    return float(np.sqrt(np.mean(np.concatenate(gaps) ** 2)))
+
+
+def has_nan(run: Run) -> bool:
+    """Returns whether the first update gives NaN, in a parameter or in the loss."""
+    return any(np.isnan(array).any() for array in run.params[1].values()) or bool(np.isnan(run.losses[:1]).any())
+
+
+def is_coarse(run: Run) -> bool:
+    """Returns whether the losses of a run may have been rounded to bfloat16."""
+    return all(map(_is_coarse, run.losses))
 
 
 def _of(run: Run) -> list[str]:

@@ -19,8 +19,9 @@ class RowSpec(NamedTuple):
     num_rows: int
     weights: str = "full"  # full: all tokens trained; uneven: fewer row by row; empty: the last 1 / `parts` untrained
     parts: int = 1
-    order: tuple[int, ...] = ()  # of the rows; (): as drawn
+    order: tuple[int, ...] = ()  # of the rows, some left out or repeated; (): as drawn
     padding: int = 0  # further rows, of zero weight
+    trained: str = ""  # what else has weight: "padding" rows, or "all" tokens
     other_targets: bool = False  # other tokens after the last trained token of each row
     replaced: int = -1  # the row that another one replaces; -1: none
     updates: int = 0  # of the run; 0: as many as the audit's
@@ -31,7 +32,8 @@ class RowSpec(NamedTuple):
     @property
     def rows_given(self) -> int:
         """B: rows that an update gets."""
-        return self.num_rows + self.padding if self.part is None else self.part[1] - self.part[0]
+        rows = len(self.order) or self.num_rows
+        return rows + self.padding if self.part is None else self.part[1] - self.part[0]
 
 
 class Data(NamedTuple):
@@ -68,6 +70,9 @@ class Data(NamedTuple):
             padding = [_drawn(self, update, rows.num_rows + row) for row in range(rows.padding)]
             tokens = np.concatenate([tokens, padding])
             weights, segments = (np.pad(x, ((0, rows.padding), (0, 0))) for x in (weights, segments))
+        if rows.trained:
+            start = 0 if rows.trained == "all" else -rows.padding
+            weights[start:, 1:] = segments[start:] = 1
         return {"tokens": tokens, "weights": weights, "segments": segments}
 
     def _weights(self, rows: RowSpec) -> np.ndarray:

@@ -22,6 +22,7 @@ class Side(NamedTuple):
     rows: RowSpec
     save_after: int = 0  # updates after which a fresh trainer continues from the saved state; 0: no resume
     in_new_process: bool = False  # the fresh trainer runs there
+    then: Layout | None = None  # of the fresh trainer, if it is another one
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
@@ -56,6 +57,7 @@ class Promise(NamedTuple):
 
     name: str
     sentence: str
+    effect: str  # of breaking it, in words
     trials: Callable[[int, int], Iterator[Comparison]]  # of B rows and U updates
     rows: int = 8  # B of the audit
     least_rows: int = 2  # B of the smallest counterexample
@@ -146,14 +148,52 @@ def _resume(num_rows: int, updates: int) -> Iterator[Comparison]:
 
 
 PROMISES = (
-    Promise("order", "the order of the rows of a batch does not matter", _order),
-    Promise("rows", "every row counts", _every_row),
-    Promise("weights", "what is not trained on adds nothing", _weights, least_rows=1),
-    Promise("cut", "accumulation does not change the update", _cut),
-    Promise("uneven", "nor where micro-batches or devices have unequal numbers of trained tokens", _uneven),
-    Promise("empty", "nor where one of them has no trained token", _empty),
-    Promise("remainder", "nor where the cut does not divide the batch", _remainder, rows=7, least_rows=3),
-    Promise("padding", "rows of zero weight add nothing", _padding, least_rows=1),
-    Promise("devices", "the number of devices does not change the update", _devices),
-    Promise("resume", "a saved state goes on as the run that was not stopped", _resume, least_rows=1),
+    Promise(
+        "order", "the order of the rows of a batch does not matter", "the order of the rows changes the update", _order
+    ),
+    Promise("rows", "every row counts", "a row has no effect", _every_row),
+    Promise(
+        "weights",
+        "what is not trained on adds nothing",
+        "tokens of zero weight change the update",
+        _weights,
+        least_rows=1,
+    ),
+    Promise("cut", "accumulation does not change the update", "the cut changes the update", _cut),
+    Promise(
+        "uneven",
+        "nor where micro-batches or devices have unequal numbers of trained tokens",
+        "unequal numbers of trained tokens change the update of a cut",
+        _uneven,
+    ),
+    Promise(
+        "empty",
+        "nor where one of them has no trained token",
+        "a micro-batch or a device without a trained token changes the update",
+        _empty,
+    ),
+    Promise(
+        "remainder",
+        "nor where the cut does not divide the batch",
+        "a cut that does not divide the batch changes the update",
+        _remainder,
+        rows=7,
+        least_rows=3,
+    ),
+    Promise(
+        "padding", "rows of zero weight add nothing", "rows of zero weight change the update", _padding, least_rows=1
+    ),
+    Promise(
+        "devices",
+        "the number of devices does not change the update",
+        "the number of devices changes the update",
+        _devices,
+    ),
+    Promise(
+        "resume",
+        "a saved state goes on as the run that was not stopped",
+        "a resume changes the run",
+        _resume,
+        least_rows=1,
+    ),
 )

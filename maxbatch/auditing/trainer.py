@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -21,6 +24,7 @@ Batch = dict[str, np.ndarray]  # tokens int32, weights float32, segments int32, 
 
 _LONGEST = 200  # characters of a trainer's message that are shown
 _LOW_PRECISION = 2.0**-7  # of bfloat16: from 1 to the next number
+_DIGITS_BELOW_HALF = 2**13 - 1  # bits of a float32 that float16 and bfloat16 lack
 
 
 class Layout(NamedTuple):
@@ -97,6 +101,10 @@ class Subject:
             self._made_before[layout] = trainer
         return found
 
+    def repeat(self, layout: Layout, batches: Sequence[Batch]) -> Run:
+        """Trains on the batches with a new trainer; raises as `run` does."""
+        return self._run(self._made(layout), batches)
+
     def run_and_save(self, layout: Layout, batches: Sequence[Batch]) -> tuple[Run, Saved]:
         """Returns a run as `run` does, and its last state; raises Unsaved if it can neither be pickled nor copied."""
         trainer = self._made(layout)
@@ -114,7 +122,7 @@ class Subject:
 
     def _is_same_again(self, trainer: Any, found: Run, batches: Sequence[Batch]) -> bool:
         try:
-            return _same(found, self._run(trainer, batches))
+            return is_equal(found, self._run(trainer, batches))
         except Refused:
             return False
 
@@ -133,7 +141,7 @@ class Subject:
         return self._updated(trainer, _init(trainer), batches)[0]
 
     def _updated(self, trainer: Any, state: Any, batches: Sequence[Batch]) -> tuple[Run, Any]:
-        first, rounding = self._params(trainer, state)
+        first, rounding = self._params(trainer, state)  # the rounding of the last parameters, which have moved
         params, losses, metrics = [first], [], []
         for batch in batches:
             with _refusing():
@@ -146,7 +154,8 @@ class Subject:
             if "loss" in scalars:
                 losses.append(scalars.pop("loss"))
             metrics.append(scalars)
-            params.append(self._params(trainer, state)[0])
+            after, rounding = self._params(trainer, state)
+            params.append(after)
         if losses and len(losses) < len(batches):
             raise ConfigError("step: metrics['loss'] must be there after every update, or after none")
         return Run(params, losses, metrics, rounding), state
@@ -202,6 +211,9 @@ def _scalars(metrics: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _rounding(array: np.ndarray) -> float:
+    """Returns the distance from 1 to the next number of an array's type, or of a shorter one that holds its numbers."""
+    if array.dtype == np.float32 and not (array.view(np.uint32) & _DIGITS_BELOW_HALF).any():
+        return _LOW_PRECISION
     if array.dtype.kind == "f" and array.dtype.itemsize > 2:
         return float(np.finfo(array.dtype).eps)
     return 0.0 if array.dtype.kind in "biuO" else _LOW_PRECISION
@@ -220,7 +232,8 @@ def _saved(state: Any) -> Saved:
         raise Unsaved(problem) from error
 
 
-def _same(a: Run, b: Run) -> bool:
+def is_equal(a: Run, b: Run) -> bool:
+    """Returns whether all numbers of two runs are equal, bit for bit."""
     arrays = ((x[name], y[name]) for x, y in zip(a.params, b.params, strict=True) for name in x)
     return np.array_equal(a.losses, b.losses, equal_nan=True) and all(
         np.array_equal(x, y, equal_nan=True) for x, y in arrays
@@ -235,12 +248,26 @@ def _refusing() -> Iterator[None]:
             yield
     except BaseException as error:
         _reraise_if_stopped(error)
-        raise Refused(_line(error)) from error
+        raise Refused(f"{_line(error)}{_place(error)}") from error
 
 
 def _reraise_if_stopped(error: BaseException) -> None:
     if isinstance(error, KeyboardInterrupt | GeneratorExit):
         raise error
+
+
+def _place(error: BaseException) -> str:
+    """Returns the file and the line of the adapter in which an exception was raised: ", trainer.py:12".
+
+    The line is the deepest one outside of installed packages and of this one.
+    """
+    outside = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if frame.filename != __file__ and not frame.filename.startswith("<") and "site-packages" not in frame.filename
+        and not frame.filename.startswith(sysconfig.get_path("stdlib"))
+    ]  # fmt: skip
+    return f", {os.path.basename(outside[-1].filename)}:{outside[-1].lineno}" if outside else ""
 
 
 def _line(error: BaseException) -> str:

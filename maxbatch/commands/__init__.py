@@ -110,8 +110,10 @@ COMMANDS: dict[str, Command] = {
     "audit": Command(
         "maxbatch.commands.audit",
         "Test any trainer: does the cut of a batch, its padding, its devices or a resume change the update?",
-        "FILE.py:make [--length L] [--vocab-size V] [--updates U] [--seed S] [--json] [--simulate-devices N]",
+        "FILE.py:make [--length L] [--vocab-size V] [--updates U] [--seed S] [--json] [--junit FILE] "
+        "[--simulate-devices N]",
         ("maxbatch audit trainer.py:make",
+         "maxbatch audit trainer.py:make --junit audit.xml",
          "maxbatch audit trainer.py:make --length 64 --vocab-size 32000 --simulate-devices 4 --json")),
     "rl": Command(
         "maxbatch.commands.rl",

@@ -7,13 +7,16 @@ import functools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 from maxbatch.auditing.audit import LEAST, Audit, Verdict, audit
+from maxbatch.auditing.junit import junit_xml, junit_xml_of_error
 from maxbatch.auditing.resuming import ImportMake
 from maxbatch.auditing.trainer import Make
 from maxbatch.commands.arguments import count, whole
 from maxbatch.config.user_function import import_function
 from maxbatch.config.values import shown
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, ConfigError
 from maxbatch.system.folding import folded, terminal_width
 from maxbatch.system.terminal import PipeConsole, PlainTable
@@ -34,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--updates", type=updates, default=4, metavar="U", help="updates of a run (default 4)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="S", help="seed of the rows (default 0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    junit = "write a JUnit XML file, with a test case for each promise"
+    parser.add_argument("--junit", type=Path, metavar="FILE", help=junit)
     devices = "make N CPU devices for a trainer in JAX"
     parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
 
@@ -43,19 +48,33 @@ def run(args: argparse.Namespace) -> int:
     place, colon, name = args.make.rpartition(":")
     if not (place and colon and name):
         raise ConfigError(f"{shown(args.make)}: must be FILE.py:FUNCTION; works: maxbatch audit trainer.py:make")
-    settings = {name: getattr(args, name) for name in LEAST}
-    setup = functools.partial(_auditing, args.make, args.simulate_devices, sys.path)
+    if args.junit:  # a folder that is not there is told before the audit
+        write_atomically(args.junit, junit_xml_of_error(args.make, "the audit did not end"))
     try:
-        with WorkerPool(setup, 1) as pool:
-            pool.wait_for_setup()
-            found = pool.submit([settings])[0].result()
-    except WorkerEnded as error:
-        raise ConfigError(f"{shown(args.make)}: the trainer ended its process ({error})") from error
+        found = _found(args)
+    except ConfigError as error:
+        if args.junit:
+            write_atomically(args.junit, junit_xml_of_error(args.make, str(error)))
+        raise
+    if args.junit:
+        write_atomically(args.junit, junit_xml(args.make, found))
     if args.json:
         print(json.dumps(found.to_json()))
     else:
         _print(found)
     return EXIT_DONE if found.holds else EXIT_FAILED
+
+
+def _found(args: argparse.Namespace) -> Audit:
+    settings = {name: getattr(args, name) for name in LEAST}
+    setup = functools.partial(_auditing, args.make, args.simulate_devices, sys.path)
+    try:
+        with WorkerPool(setup, 1) as pool:
+            pool.wait_for_setup()
+            found: Audit = pool.submit([settings])[0].result()
+            return found
+    except WorkerEnded as error:
+        raise ConfigError(f"{shown(args.make)}: the trainer ended its process ({error})") from error
 
 
 def _auditing(spec: str, devices: int | None, path: list[str]) -> Callable[[Mapping[str, int]], Audit]:
@@ -111,7 +130,7 @@ def _percent(share: float | None) -> str:
 def _reason(verdict: Verdict) -> str:
     if verdict.status != "broken":
         return verdict.reason
-    parts = [verdict.fault, verdict.explanation, verdict.reason]
+    parts = [verdict.cause, verdict.explanation, verdict.reason]
     if verdict.array is None and not verdict.reason:
         parts.append("of the reported loss alone")
     if verdict.terms:

@@ -177,8 +177,8 @@ def test_a_loss_close_to_0_is_held_to_its_rounding(scale: float) -> None:
         (RETURNS.format("type('Lost', (), {{'__float__': lambda self: 1 / 0}})()"), "a Lost, not a number (ZeroDiv"),
         ("os._exit(0)", "trainer.py:make: the trainer ended its process ("),
         ("os.kill(os.getpid(), 9)", "trainer.py:make: the trainer ended its process ("),
-        ("raise BaseException", "cannot be trained on (BaseException)"),
-        ("raise type('Mute', (Exception,), {{'__str__': lambda self: 1 / 0}})", "cannot be trained on (Mute)"),
+        ("raise BaseException", "cannot be trained on (BaseException, trainer.py:6)"),
+        ("raise type('Mute', (Exception,), {{'__str__': lambda self: 1 / 0}})", "trained on (Mute, trainer.py:6)"),
         ("return self.step(state, batch)", "cannot be trained on (RecursionError"),
         ("return super().step(state, batch)\n    def params(self, state):\n        return {{'w': np.ones(3) * 1j}}",
          "params: w holds complex numbers; works: w.real and w.imag under two names"),
@@ -186,7 +186,8 @@ def test_a_loss_close_to_0_is_held_to_its_rounding(scale: float) -> None:
          "params: w is an array that holds no numbers (TypeError"),
         ("return super().step(state, batch)\n    def params(self, state):\n        return {{'w': np.ones((0, 3))}}",
          "step: changed no parameter in 4 updates"),
-        ("pass\n    @property\n    def init(self):\n        raise OSError('gone')", "trained on (OSError: gone)"),
+        ("pass\n    @property\n    def init(self):\n        raise OSError('gone')",
+         "trained on (OSError: gone, trainer.py:9)"),
     ],
 )  # fmt: skip
 def test_an_odd_answer_is_one_line_and_exit_code_2(file: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -249,4 +250,4 @@ def test_a_sound_trainer_with_odd_habits_breaks_no_promise_and_a_wrong_one_does(
 
     sound, wrong = maxbatch.audit(make("")), maxbatch.audit(make("mean of means"))
     assert sound.holds, str(sound)
-    assert {each.promise: each.fault for each in wrong.broken}.get("uneven") == "mean of means", str(wrong)
+    assert {each.promise: each.cause for each in wrong.broken}.get("uneven") == "mean of means", str(wrong)

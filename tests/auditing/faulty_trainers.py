@@ -1,0 +1,202 @@
+"""Small trainers in NumPy, each with a fault that trainers have, and sound ones: what an audit's causes are tested on.
+
+A model of bigrams with one hidden layer, trained by descent, momentum or AdamW. A pass gives the mean loss of its
+trained tokens and its gradient, unless a fault says otherwise; `Faulty.step` puts the passes together.
+
+Shapes: B rows of a batch, L tokens in a row, T trained tokens of a pass, D embedding, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from maxbatch.auditing.trainer import Batch, Layout
+
+V, D = 8, 6
+Params = dict[str, np.ndarray]
+bfloat16 = ml_dtypes.bfloat16
+
+
+class Faulty:
+    """A trainer on one device.
+
+    Args:
+      layout: how a batch is cut.
+      fault: "" or names of FAULTS, joined by " and ".
+      optimizer: "sgd", "momentum" or "adamw".
+      reports_loss: whether it reports its loss.
+    """
+
+    def __init__(self, layout: Layout, fault: str = "", optimizer: str = "sgd", reports_loss: bool = True) -> None:
+        if layout.num_devices > 1:
+            raise ValueError("this trainer has one device")
+        self.layout, self.optimizer, self.reports_loss = layout, optimizer, reports_loss
+        self.faults = set(fault.split(" and ")) - {""}
+        if unknown := self.faults - set(FAULTS):
+            raise ValueError(f"no fault is called {unknown}")
+        self.updates_begun = 0
+
+    def init(self) -> Any:
+        draw = np.random.default_rng(0)
+        shapes = {"table": (V, D), "out": (D, V), "bias": (V,)}
+        params = {name: draw.normal(0, 0.5, shape).astype(np.float32) for name, shape in shapes.items()}
+        if "pure bf16" in self.faults:
+            params = {name: array.astype(bfloat16) for name, array in params.items()}
+        zeros = {name: np.zeros_like(array) for name, array in params.items()}
+        statistics = {"mean": np.zeros(D, np.float32), "variance": np.ones(D, np.float32)}
+        return {"params": params, "m": zeros, "v": zeros, "updates": 0, "statistics": statistics}
+
+    def params(self, state: Any) -> Params:
+        if "running statistics" in self.faults:
+            return state["params"] | state["statistics"]
+        return dict(state["params"])
+
+    def step(self, state: Any, batch: Batch) -> tuple[Any, dict[str, float] | None]:
+        rows, params = self.layout.rows_per_pass, state["params"]
+        passes = [{name: x[i : i + rows] for name, x in batch.items()} for i in range(0, len(batch["tokens"]), rows)]
+        total = max(sum(self._weights(piece)[1] for piece in passes), 1e-9)
+        if "state not saved" in self.faults:
+            state = state | {"updates": self.updates_begun}
+            self.updates_begun += 1
+        kind = bfloat16 if self.faults & {"bf16 accumulators", "pure bf16"} else np.float32
+        sums, loss = {name: np.zeros(array.shape, kind) for name, array in params.items()}, 0.0
+        statistics = state["statistics"]
+        for number, piece in enumerate(passes):
+            of_pass, count, gradient, seen = self._mean(params, piece, number)
+            statistics = {name: 0.9 * statistics[name] + 0.1 * seen[name] for name in seen}
+            share = count / total
+            if "mean of means" in self.faults:
+                share = 1 / len(passes)
+            if "sum" in self.faults:
+                share = 1.0
+            if "clipping per pass" in self.faults:
+                gradient = _clipped(gradient)
+            gradient = {name: (g * np.float32(share)).astype(kind) for name, g in gradient.items()}
+            sums = {name: (sums[name] + gradient[name]).astype(kind) for name in sums}
+            if "decay per pass" in self.faults:
+                sums = {name: (sums[name] + 0.01 * params[name]).astype(kind) for name in sums}
+            loss += share * of_pass
+        if "clipping" in self.faults:
+            sums = _clipped(sums)
+        rate = 1.0
+        if "rate per row" in self.faults:
+            rate = self.layout.rows_per_pass / 4
+        state = self._updated(state | {"statistics": statistics}, sums, rate)
+        loss = float(bfloat16(loss)) if "bf16 loss" in self.faults else float(loss)
+        return state, {"loss": loss} if self.reports_loss else None
+
+    def _mean(self, params: Params, batch: Batch, number: int) -> tuple[float, float, Params, Params]:
+        """Returns the mean loss of the trained tokens of a pass, their number, the gradient, and batch statistics."""
+        kind = bfloat16 if self.faults & {"bf16 autocast", "pure bf16"} else np.float32
+        used = {name: array.astype(kind) for name, array in params.items()}
+        inputs, targets = batch["tokens"][:, :-1], batch["tokens"][:, 1:]
+        weights, count = self._weights(batch)
+        scale = np.float32(1 / max(count, 1e-9)) if "0 / 0" not in self.faults else np.float32(1) / np.float32(count)
+        h_BxLxD = used["table"][inputs]
+        keep = np.ones(D, np.float32)
+        if rate := 0.3 if "dropout" in self.faults else 0.05 if "a little dropout" in self.faults else 0:
+            drawn = np.random.default_rng(number).random(h_BxLxD.shape)
+            keep = ((drawn > rate) / (1 - rate)).astype(np.float32)
+            h_BxLxD = h_BxLxD * keep
+        mean, variance = np.zeros(D, np.float32), np.ones(D, np.float32)
+        if self.faults & {"batch norm", "running statistics"}:
+            mean, variance = h_BxLxD.mean((0, 1)), h_BxLxD.var((0, 1))
+        inverse = 1 / np.sqrt(variance + np.float32(1e-3)) if "batch norm" in self.faults else np.ones(D, np.float32)
+        x_BxLxD = (h_BxLxD - mean) * inverse if "batch norm" in self.faults else h_BxLxD
+        x_BxLxD = x_BxLxD.astype(kind)
+        logits = x_BxLxD.astype(np.float32) @ used["out"].astype(np.float32) + used["bias"].astype(np.float32)
+        logits = logits.astype(kind).astype(np.float32)
+        logits -= logits.max(-1, keepdims=True)
+        chances = np.exp(logits)
+        chances /= chances.sum(-1, keepdims=True)
+        hit = np.take_along_axis(chances, targets[..., None], -1)[..., 0]
+        with np.errstate(all="ignore"):
+            by_logits = ((chances - np.eye(V, dtype=np.float32)[targets]) * weights[..., None] * scale).astype(kind)
+            loss = float(-(np.log(hit) * weights).sum() * scale)
+        by_x = (by_logits.astype(np.float32) @ used["out"].astype(np.float32).T).astype(kind).astype(np.float32)
+        if "batch norm" in self.faults:
+            by_x = inverse * (by_x - by_x.mean((0, 1)) - x_BxLxD * (by_x * x_BxLxD).mean((0, 1)))
+        table = np.zeros((V, D), np.float32)
+        np.add.at(table, inputs, by_x * keep)
+        gradient = {
+            "table": table.astype(kind),
+            "out": np.einsum("bld,blv->dv", x_BxLxD.astype(np.float32), by_logits.astype(np.float32)).astype(kind),
+            "bias": by_logits.astype(np.float32).sum((0, 1)).astype(kind),
+        }
+        return loss, count, gradient, {"mean": mean.astype(np.float32), "variance": variance.astype(np.float32)}
+
+    def _weights(self, batch: Batch) -> tuple[np.ndarray, float]:
+        """Returns the weight of each token of a pass, and the number that their sum is divided by."""
+        weights = batch["weights"][:, 1:].astype(np.float32)
+        if "mask ignored" in self.faults:
+            weights = np.ones_like(weights)
+        if "padding trained on" in self.faults:
+            weights = np.where(batch["segments"][:, 1:] == 0, np.float32(1), weights)
+        count = float(weights.sum())
+        if "mean over rows" in self.faults:
+            of_row = weights.sum(1, keepdims=True)
+            count = float(len(weights) if "padding counted" in self.faults else (of_row > 0).sum())
+            weights = weights / np.maximum(of_row, 1)
+        return weights, count
+
+    def _updated(self, state: Any, gradient: Params, scale: float) -> Any:
+        params, kind = state["params"], state["params"]["out"].dtype
+        t, rate = state["updates"] + 1, 0.1 * scale / (1 + 0.2 * state["updates"])
+        gradient = {name: g.astype(np.float32) for name, g in gradient.items()}
+        m, v, steps = state["m"], state["v"], gradient
+        if self.optimizer != "sgd":
+            m = {name: (0.9 * m[name].astype(np.float32) + 0.1 * g).astype(kind) for name, g in gradient.items()}
+            steps = {name: x.astype(np.float32) for name, x in m.items()}
+        if self.optimizer == "adamw":
+            rate *= 0.2
+            v = {name: (0.99 * v[name].astype(np.float32) + 0.01 * g * g).astype(kind) for name, g in gradient.items()}
+            eps = 1e-2 if "large epsilon" in self.faults else 1e-8
+            steps = {
+                name: m[name].astype(np.float32) / (1 - 0.9**t)
+                / (np.sqrt(v[name].astype(np.float32) / (1 - 0.99**t)) + eps)
+                + 0.01 * params[name].astype(np.float32)
+                for name in gradient
+            }  # fmt: skip
+        new = {name: (array.astype(np.float32) - np.float32(rate) * steps[name]).astype(kind)
+               for name, array in params.items()}  # fmt: skip
+        return state | {"params": new, "m": m, "v": v, "updates": t}
+
+
+def _clipped(gradient: Params, most: float = 0.3) -> Params:
+    norm = float(np.sqrt(sum((g.astype(np.float32) ** 2).sum() for g in gradient.values())))
+    return {name: (g * np.float32(min(1.0, most / max(norm, 1e-9)))).astype(g.dtype) for name, g in gradient.items()}
+
+
+# A fault, and the causes that an audit may give for it. None: no audit recognises it.
+FAULTS: dict[str, set[str]] = {
+    "mean of means": {"mean of means"},
+    "dropout": {"random numbers"},
+    "a little dropout": {"random numbers"},
+    "batch norm": set(),
+    "running statistics": set(),
+    "clipping per pass": set(),
+    "sum": {"sum"},
+    "decay per pass": set(),
+    "rate per row": set(),
+    "bf16 autocast": {"low precision"},
+    "pure bf16": {"low precision"},
+    "bf16 accumulators": {"low precision"},
+    "state not saved": {"state not saved"},
+    "mask ignored": {"mask ignored"},
+    "padding trained on": {"mask ignored"},
+    "mean over rows": set(),
+    "padding counted": {"padding counted"},
+    "0 / 0": set(),
+    "clipping": set(),
+    "large epsilon": set(),
+    "bf16 loss": set(),
+}
+
+
+def maker(fault: str = "", optimizer: str = "sgd", reports_loss: bool = True) -> Callable[[Layout], Faulty]:
+    """Returns a `make` of the trainer with these settings."""
+    return lambda layout: Faulty(layout, fault, optimizer, reports_loss)
