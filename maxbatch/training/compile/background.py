@@ -1,4 +1,4 @@
-"""Programs that are compiled when training needs them, and a thread that compiles ahead of it."""
+"""Compilation on demand, and a thread that compiles ahead of training."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ MakeExecutable = Callable[[str, Callable[[], jax.stages.Lowered]], jax.stages.Co
 def compile_here(
     name: str, lower: Callable[[], jax.stages.Lowered], options: Mapping[str, str] = NO_OPTIONS
 ) -> jax.stages.Compiled:
-    """Returns the program, compiled here with `program_options`; the default `MakeExecutable`."""
+    """Compiles a program on the calling thread with `program_options`; the default `MakeExecutable`."""
     return compile_program(lower(), options)
 
 
 class Background:
     """A thread that compiles ahead of training, at a lower priority.
 
-    A failure there fails the run: `check` raises it. Leaving the context drops the jobs that have not begun.
+    `check` raises a job's failure, which fails the run. Leaving the context drops jobs that have not begun.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class Background:
         return submitted
 
     def check(self) -> None:
-        """Raises the exception of a job that failed."""
+        """Raises the exception of a failed job."""
         for job in self._jobs:
             if job.done():
                 job.result()
@@ -55,6 +55,6 @@ class Background:
 
 
 def _give_way() -> None:
-    """Lowers the priority of the calling thread; only Linux has one for each thread."""
+    """Lowers the priority of the calling thread; only Linux has priorities per thread."""
     if sys.platform == "linux":
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)

@@ -1,4 +1,4 @@
-"""The cache of XLA compilations, and the count of those that training waited for."""
+"""The cache of XLA compilations, and a count of those on the critical path."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
 
 
 def use_persistent_cache(stated: str, default: Path) -> None:
-    """Keeps compiled programs on disk, so that the same run starts faster the next time.
+    """Keeps compiled programs on disk, so that later starts are faster.
 
-    A cache that the user set up for JAX (`JAX_COMPILATION_CACHE_DIR`) is left as it is.
+    A user's own JAX cache (`JAX_COMPILATION_CACHE_DIR`) is not changed.
 
     Args:
       stated: `compilation_cache_dir`.
@@ -33,7 +33,7 @@ def use_persistent_cache(stated: str, default: Path) -> None:
 
 @contextlib.contextmanager
 def without_persistent_cache() -> Iterator[None]:
-    """Compiles without the cache: an executable from the cache does not serialise completely on every backend."""
+    """Compiles without the cache, because cached executables do not serialise completely on every backend."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     jax.config.update("jax_compilation_cache_dir", None)
     reset_cache()
@@ -45,7 +45,7 @@ def without_persistent_cache() -> Iterator[None]:
 
 
 class CompileCounter:
-    """A count of the XLA compilations, persistent-cache hits included, of the thread that made the counter.
+    """A count of XLA compilations, persistent-cache hits included, on the counter's thread.
 
     Compilations of other threads are off the critical path. `on_compile` is called with the seconds of each.
     """

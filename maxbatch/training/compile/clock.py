@@ -1,8 +1,8 @@
 """The time of a compiled TPU program, modelled from its schedule. No JAX.
 
-The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles. Summed over
-loops they are the computation of an update. Collectives are counted in bytes, by whether computation overlaps them.
-It is a model: nothing is measured, and waiting for memory, for the host or for other chips is not in it.
+The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles. Summed over loops
+they give the computation of an update. Collectives are counted in bytes, exposed or overlapped by computation. This is
+a model: nothing is measured, and waits for memory, the host or other chips are left out.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from maxbatch.system.chips import Chip
 from maxbatch.training.compile.hlo import Instruction, Module, arrays, shape_bytes
 
 _COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute", "ragged-all-to-all")
-# Fusions of a collective that run in the open: no computation of another operation is in them.
+# Exposed fusions of a collective, without computation of another operation.
 _OPEN_FUSIONS = ("all-reduce-scatter", "reduce-scatter-fusion")
 
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """What one operation of the model takes in an update, over all its turns."""
+    """The cost of one operation of the model in an update, over all turns."""
 
-    name: str  # JAX's name of it
+    name: str  # JAX's name
     source: str  # `file:line`
     cycles: int
 
 
 @dataclasses.dataclass
 class Schedule:
-    """The figures of the compiler's schedule of a program, a loop's body counted once per turn."""
+    """Figures of a program's schedule, with a loop's body counted once per turn."""
 
     compute_cycles: float = 0
-    kernel_cycles: float = 0  # of custom kernels, by their cost; no part of `compute_cycles`
+    kernel_cycles: float = 0  # of custom kernels, by their cost; not in `compute_cycles`
     hidden_collective_bytes: float = 0  # while computation runs
     exposed_collective_bytes: float = 0
     operations: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)  # cycles by name and source
 
     def add(self, other: Schedule, times: int) -> None:
-        """Adds the cost of a loop or a call, times its number of runs."""
+        """Adds the cost of a loop or a call, times its runs."""
         self.compute_cycles += times * other.compute_cycles
         self.kernel_cycles += times * other.kernel_cycles
         self.hidden_collective_bytes += times * other.hidden_collective_bytes
@@ -55,13 +55,13 @@ class Schedule:
         return self.compute_cycles + self.kernel_cycles
 
     def dearest(self, number: int) -> list[Operation]:
-        """Returns the operations that take most cycles."""
+        """Returns the operations with the most cycles."""
         return [Operation(*key, cycles=round(cycles)) for key, cycles in self.operations.most_common(number)]
 
     def seconds(self, chip: Chip) -> float | None:
         """Returns the modelled time: the longer of computation and hidden transfer, plus the exposed transfer.
 
-        Returns None for a chip without a clock, whose compiler counts no cycles.
+        Returns None if the chip's compiler counts no cycles.
         """
         if chip.clock_ghz is None:
             return None
@@ -75,8 +75,8 @@ def schedule_of(module: Module, chip: Chip, trips: int = 1) -> Schedule:
 
     Args:
       module: of scheduled HLO text.
-      chip: whose peak and bandwidth turn a kernel's cost into cycles.
-      trips: turns of a loop whose number is an argument of the program, such as that over micro-batches.
+      chip: its peak and bandwidth turn a kernel's cost into cycles.
+      trips: turns of a loop whose number is an argument, such as the loop over micro-batches.
     """
     return _Reader(module, chip, trips).computation(module.entry)
 
@@ -109,7 +109,7 @@ class _Reader:
         return total
 
     def _alone(self, one: Instruction, shapes: Mapping[str, str]) -> Schedule:
-        """Returns the cost of an instruction, without the collectives that it begins, carries or ends."""
+        """Returns the cost of an instruction, without collectives that it begins, carries or ends."""
         found = Schedule()
         if one.opcode == "while":
             found.add(self.computation(one.attribute("body") or ""), _turns(one, self._module) or self._trips)
@@ -128,7 +128,7 @@ class _Reader:
 
 
 def _turns(loop: Instruction, module: Module) -> int | None:
-    """Returns how often a loop that counts from zero runs; None if the number is an argument of the program."""
+    """Returns the turns of a loop that counts from zero; None if the number is an argument of the program."""
     known = loop.number("known_trip_count")
     if known is not None:
         return known
@@ -172,7 +172,7 @@ def _branches(one: Instruction) -> list[str]:
 
 
 def _title(one: Instruction) -> str:
-    """Returns the end of JAX's name of an operation: the primitive, of a product the equation, of a kernel its name."""
+    """Returns the end of JAX's name of an operation: the primitive, a product's equation or a kernel's name."""
     if is_kernel(one):
         return one.name.partition(".")[0]
     parts = one.op_name.split("/") if one.op_name else [one.name]
@@ -184,17 +184,17 @@ def _title(one: Instruction) -> str:
 class Transfer:
     """A collective in the order of a computation's instructions."""
 
-    num_bytes: int  # bytes sent: of the whole array, twice for an all-reduce
-    meanwhile: Sequence[int]  # the instructions that run between its start and its end
+    num_bytes: int  # bytes sent: the whole array, twice for an all-reduce
+    meanwhile: Sequence[int]  # instructions between its start and its end
 
 
 def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[Transfer]:
-    """Yields the collectives that a computation's own instructions run.
+    """Yields the collectives among a computation's own instructions.
 
-    They appear as one instruction that waits, as a start and a done (a call, if SparseCores run it; from libtpu 0.0.46
-    on an update between the two hands over the operands), or inside of fusions: a collective that is spread over
-    several fusions has one channel and counts once. `async_collective_name` marks a collective whose start and done the
-    compiler joined again since nothing runs between them (`ConvertAsyncCollectivesToSync` in XLA): it waits.
+    A collective is one blocking instruction; or a start and a done (a call on SparseCores; from libtpu 0.0.46 on, an
+    update between them passes the operands); or part of fusions, where one channel counts once even across several.
+    `async_collective_name` marks a start and a done that the compiler joined again because nothing runs between them
+    (`ConvertAsyncCollectivesToSync` in XLA), so it blocks.
     """
     shapes = {one.name: one.shape for one in instructions}
     fused: dict[str, list[int]] = {}
@@ -230,18 +230,18 @@ def _inside(one: Instruction, module: Module) -> Iterator[tuple[str, int]]:
 
 
 def _carries_computation(one: Instruction) -> bool:
-    """Returns whether an instruction runs a collective in parallel with the computation of another operation."""
+    """Returns whether an instruction runs a collective in parallel with another operation's computation."""
     called = one.attribute("calls") or ""
     return one.opcode == "fusion" and not any(name in called for name in _OPEN_FUSIONS)
 
 
 def _end(instructions: Sequence[Instruction], start: int) -> int:
-    """Returns where an asynchronous operation ends: at its done, else with the computation."""
+    """Returns the index where an asynchronous operation ends: its done, else the computation's end."""
     return _span(instructions, start)[1]
 
 
 def _span(instructions: Sequence[Instruction], start: int) -> tuple[int, int]:
-    """Returns from where to where an asynchronous operation runs: from its operands to its done, else to the end."""
+    """Returns the span of an asynchronous operation: from its operands to its done, else to the end."""
     names, first = {instructions[start].name}, start
     for index in range(start + 1, len(instructions)):
         one = instructions[index]
@@ -255,7 +255,7 @@ def _span(instructions: Sequence[Instruction], start: int) -> tuple[int, int]:
 
 
 def _wire_bytes(kind: str, one: Instruction, shapes: Mapping[str, str], result: str) -> int:
-    """Returns the bytes of the whole array, of an all-reduce twice."""
+    """Returns the bytes of the whole array, doubled for an all-reduce."""
     if kind in ("reduce-scatter", "all-reduce"):
         given = sum(shape_bytes(shapes.get(name, "")) for name in one.operands)
         return (2 if kind == "all-reduce" else 1) * (given or shape_bytes(result))
@@ -263,9 +263,9 @@ def _wire_bytes(kind: str, one: Instruction, shapes: Mapping[str, str], result: 
 
 
 _SPLASH = re.compile(r"splash_m[hq]a_(fwd|dq|dkv)")
-# Products of the size of queries times keys that a splash kernel computes, by its phase.
+# Products of queries-by-keys size in a splash kernel, by phase.
 _SPLASH_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
-_FUSED_BACKWARD_PRODUCTS = 5  # of a `dkv` that computes the gradient of the queries as well
+_FUSED_BACKWARD_PRODUCTS = 5  # of a `dkv` that also computes the queries' gradient
 
 
 def is_kernel(one: Instruction) -> bool:
@@ -274,10 +274,10 @@ def is_kernel(one: Instruction) -> bool:
 
 
 def kernel_cycles(one: Instruction, shapes: Mapping[str, str], chip: Chip) -> int:
-    """Returns the cycles of a custom kernel at the chip's peak, of its arithmetic or its memory.
+    """Returns the cycles of a custom kernel at the chip's peak of arithmetic or memory, the larger.
 
-    JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`, JAX 0.10) states no cost, so its
-    products are counted.
+    JAX's splash attention (`jax.experimental.pallas.ops.tpu.splash_attention`, JAX 0.10) states no cost; its products
+    are counted.
     """
     if chip.clock_ghz is None:
         return 0
@@ -296,27 +296,27 @@ def _splash_flops(one: Instruction, shapes: Mapping[str, str]) -> float:
     queries, keys = floats[0], floats[1]
     products = _SPLASH_PRODUCTS[splash[1]]
     if splash[1] == "dkv" and any(len(dims) > len(queries) for _, dims in arrays(one.shape)):
-        products = _FUSED_BACKWARD_PRODUCTS  # it returns the queries' gradient by blocks of keys: one axis more
+        products = _FUSED_BACKWARD_PRODUCTS  # returns the queries' gradient by blocks of keys: one more axis
     grid = next((dims for kind, dims in given if kind[0] == "s" and len(dims) == 3), None)
     share = _computed_share(queries[-2], keys[-2], _blocks(one, splash[1]), grid)
     return share * products * 2 * math.prod(queries) * keys[-2]
 
 
 def _blocks(one: Instruction, phase: str) -> tuple[int, int] | None:
-    """Returns the rows of queries and keys in a block, which splash kernels state for the profiler."""
+    """Returns the rows of queries and of keys per block, as splash kernels state them for the profiler."""
     suffix = "" if phase == "fwd" else f"_{phase}"
     found = [re.search(rf'block_{side}{suffix}\\?":\s*(\d+)', one.rest) for side in ("q", "kv")]
     return (int(found[0][1]), int(found[1][1])) if found[0] and found[1] else None
 
 
 def _computed_share(queries: int, keys: int, blocks: tuple[int, int] | None, grid: tuple[int, ...] | None) -> float:
-    """Returns the share of the products that a causal kernel computes: a block that the mask cuts is computed whole.
+    """Returns the share of the products that a causal kernel computes; blocks cut by the mask are computed whole.
 
     Args:
       queries: rows of them.
       keys: rows of them.
-      blocks: rows of queries and of keys in a block; None if they are not known.
-      grid: of the blocks that are visited, [heads, by queries, by keys], narrower for a window; None if not known.
+      blocks: rows of queries and of keys in a block; None if unknown.
+      grid: visited blocks, [heads, by queries, by keys], narrower for a window; None if unknown.
     """
     if blocks is None:
         return 0.5

@@ -1,4 +1,4 @@
-"""One program compiled: the memory it lacks, and a second try with smaller fusions."""
+"""Compilation of one program: its lack of memory, and a second try with smaller fusions."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ HBM = "hbm"
 NO_OPTIONS: Mapping[str, str] = MappingProxyType({})
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _NEEDED, _AVAILABLE = (rf"(?P<{name}>[\d.]+[KMGT]?)B?" for name in ("needed", "available"))
-# The wordings of the compilers for TPUs and GPUs; the first that matches counts.
+# Messages of the compilers for TPUs and GPUs; the first match counts.
 _WANTED = (
     rf"Used {_NEEDED} of {_AVAILABLE} (?P<space>\w+)",
     rf"Scoped allocation with size {_NEEDED} and limit {_AVAILABLE} exceeded scoped (?P<space>\w+) limit",
     rf"\({_NEEDED}\) exceeds available (?P<space>HBM) \({_AVAILABLE}\)",
 )
 
-# Flags that make fusions larger, the dearest in on-chip memory first.
+# Flags that enlarge fusions; those with the largest need of on-chip memory come first.
 _FUSING = ("xla_tpu_enable_async_collective_fusion_fuse_all_reduce", "xla_tpu_enable_async_collective_fusion")
 
 
 class Shortage(NamedTuple):
-    """The memory that a program lacks, as the compiler's message names it."""
+    """The memory that a program lacks, from the compiler's message."""
 
     space: str = HBM  # `hbm`, or memory of a core: `vmem`, `smem`
-    needed: int | None = None  # bytes; None if the message does not name them
+    needed: int | None = None  # bytes; None if not in the message
     available: int | None = None
 
 
@@ -41,12 +41,12 @@ LACKS_HBM = Shortage()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether a compiler's error means that a program needs more memory than there is."""
+    """Returns whether a compiler's error means a lack of memory."""
     return "RESOURCE_EXHAUSTED" in str(error)
 
 
 def shortage_in(message: str) -> Shortage:
-    """Returns the memory that the compiler's message names as too small."""
+    """Parses the lack of memory from a compiler's message."""
     found = next(filter(None, (re.search(pattern, message) for pattern in _WANTED)), None)
     if found is None:
         named = re.search(r"in memory space (\w+)", message)
@@ -60,15 +60,15 @@ def _num_bytes(text: str) -> int:
 
 
 def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO_OPTIONS) -> jax.stages.Compiled:
-    """Compiles a program with compiler options, and again without those that the compiler refuses, with a warning.
+    """Compiles a program with compiler options; drops refused ones, with a warning.
 
-    If a fusion exceeds a core's memory, it is compiled again without the flags that fuse.
+    If a fusion exceeds a core's memory, compiles again without the flags that fuse.
 
     Args:
       options: values of flags, by their names without dashes (`program_options`).
 
     Raises:
-      JaxRuntimeError: the compiler fails, also without options.
+      JaxRuntimeError: the compiler fails even without options.
     """
     left: dict[str, str | bool] = dict(options)
     while True:
@@ -82,12 +82,12 @@ def compile_program(lowered: jax.stages.Lowered, options: Mapping[str, str] = NO
 
 
 def jit_with(options: Mapping[str, str]) -> Callable[..., Callable[..., Any]]:
-    """Returns `jax.jit`, or with options (`program_options`) one whose programs `compile_program` compiles."""
+    """Returns `jax.jit`, or, with options (`program_options`), a version that uses `compile_program`."""
     return functools.partial(_Jitted, options) if options else jax.jit
 
 
 class _Jitted:
-    """A jitted function of arrays, with a compiled program for each kind of arguments."""
+    """A jitted function of arrays, with one compiled program per kind of arguments."""
 
     def __init__(self, options: Mapping[str, str], function: Callable[..., Any], **how: Any) -> None:
         self._options, self._jitted = options, jax.jit(function, **how)
@@ -102,7 +102,7 @@ class _Jitted:
 
 
 def _fuse_less(options: dict[str, str | bool], lacks: Shortage, error: Exception) -> None:
-    """Turns off the next flag that fuses; raises the error if the program lacks HBM or no flag fuses."""
+    """Turns off the next flag that fuses; raises the error if the program lacks HBM or no such flag is left."""
     held = {f"--{name}={value}" for name, value in options.items()} | set(os.environ.get(VARIABLE, "").split())
     flag = next((flag for flag in _FUSING if options.get(flag) != "false" and f"--{flag}=true" in held), None)
     if lacks.space == HBM or flag is None:
@@ -116,7 +116,7 @@ def _fuse_less(options: dict[str, str | bool], lacks: Shortage, error: Exception
 
 
 def _drop_refused(options: dict[str, str | bool], error: Exception) -> None:
-    """Removes the options that an error names, all if it names none; raises the error if none is left."""
+    """Removes the options named in an error, or all if it names none; raises the error if none is left."""
     if not options:
         raise error
     refused = named_flags(str(error), options) or list(options)

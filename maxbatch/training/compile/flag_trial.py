@@ -1,6 +1,6 @@
 """A child process that loads the TPU compiler with the flags of `LIBTPU_INIT_ARGS`: `... flag_trial VERSION`.
 
-libtpu ends a process that has a flag which it does not know, and names the flag on standard error.
+libtpu ends a process with an unknown flag, and names the flag on standard error.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The flags of the TPU compiler: which a chip wants from which libtpu, and which of them a compiler takes.
+"""Flags of the TPU compiler, by chip and libtpu, and trials of their support.
 
-Ours are options of each program: a compiler that does not take one raises an error that names it, and programs for
-several chips can be compiled in one process. Flags of the user are in `LIBTPU_INIT_ARGS`, which libtpu reads once, when
-it is loaded, and where an unknown flag ends the process; so a child process tries them first. Programs depend on the
-flags: `train`, `rl`, `compile`, `fit` and `plan --survive` have the same.
+Ours are options per program: the compiler's error names an unsupported one, and one process can compile for several
+chips. The user's are in `LIBTPU_INIT_ARGS`, which libtpu reads once, on loading; an unknown flag there ends the
+process, so a child process tries them first. Programs depend on the flags, so `train`, `rl`, `compile`, `fit` and `plan
+--survive` use the same.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ if TYPE_CHECKING:
 VARIABLE = "LIBTPU_INIT_ARGS"
 AUTO, NONE = "auto", "none"
 
-# Collectives run while computation goes on, where they can; by default they run while it waits.
+# Collectives overlap computation where they can; by default they block it.
 _ASYNC = {
     "--xla_enable_async_all_gather": "true",
     "--xla_tpu_overlap_compute_collective_tc": "true",
     "--xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "--xla_tpu_data_parallel_opt_different_sized_ops": "true",
 }
-# Continuation fusion: gathers of weights run inside of products. From libtpu 0.0.46 on the compiler refuses it on all
-# chips but the v5e: "incorrect results, hang, SDC".
+# Continuation fusion: gathers of weights run inside products. From libtpu 0.0.46 on the compiler refuses it except on
+# v5e: "incorrect results, hang, SDC".
 _GATHERS_IN_PRODUCTS = {
     "--xla_tpu_enable_async_collective_fusion": "true",
     "--xla_tpu_enable_async_collective_fusion_fuse_all_gather": "true",
     "--xla_tpu_enable_async_collective_fusion_multiple_steps": "true",
 }
 _FUSES_ONLY_ON_V5E = (0, 0, 46)
-# Large sums of gradients are not joined into one, which could only start after the last of them.
+# Keep large sums of gradients apart; a joined one could only start after the last gradient.
 _SUMS_APART = {"--xla_jf_crs_combiner_threshold_in_bytes": "1048576"}
-# SparseCores run collectives beside the products of the TensorCores. What MaxText's recipes set for all of them
+# SparseCores run collectives beside the TensorCores' products. The common part of MaxText's recipes
 # (https://github.com/AI-Hypercomputer/maxtext, `benchmarks/xla_flags_library.py`).
 _SPARSE_CORES = {
     "--xla_tpu_use_tc_device_shape_on_sc": "true",
@@ -69,11 +69,11 @@ _GATHERS_ON_SPARSE_CORES = {
     f"{_OFFLOAD}2d_all_gather": "true",
 }
 _GATHERS_OVER_THREE_AXES = {f"{_OFFLOAD}3d_all_gather": "true"}  # on chips whose torus has three dimensions
-# Without SparseCores each sum runs inside of the next gradient's product; that of a layer's last product is exposed.
+# Without SparseCores each sum runs inside the next gradient's product; the sum of a layer's last product is exposed.
 _SUMS_BESIDE_PRODUCTS = {"--xla_enable_async_all_reduce": "true"} | _SUMS_APART
 _SUMS_IN_PRODUCTS = {"--xla_tpu_enable_async_collective_fusion_fuse_all_reduce": "true"} | _SUMS_BESIDE_PRODUCTS
-# Vector memory that one fusion may use. The default of 16 MiB cuts products into small blocks: a quarter more cycles.
-# A core of a v4 has 16 MiB in all, less than a sum inside of a wide product takes.
+# Vector memory for one fusion. The default of 16 MiB cuts products into small blocks, which costs a quarter more
+# cycles. A v4's core has 16 MiB in all, too little for a sum inside a wide product.
 _SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "65536"}
 
 _ON_SPARSE_CORES = _ASYNC | _GATHERS_ON_SPARSE_CORES | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM
@@ -85,7 +85,7 @@ _FLAGS = {
     "v6e": _ON_SPARSE_CORES,
     "tpu7x": _ON_SPARSE_CORES | _GATHERS_OVER_THREE_AXES,
 }
-# Those of a libtpu that fuses on every chip, where they differ.
+# Differences for a libtpu that fuses on every chip.
 _FLAGS_BEFORE = {
     "v4": _IN_PRODUCTS | _SUMS_BESIDE_PRODUCTS,
     "v5p": _IN_PRODUCTS | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
@@ -98,30 +98,30 @@ _LONGEST_TRIAL_S = 120
 
 
 def flags_of(version: str) -> dict[str, str]:
-    """Returns the flags that a TPU version wants from the installed libtpu, by name."""
+    """Returns the flags for a TPU version and the installed libtpu, by name."""
     fuses = _libtpu() < _FUSES_ONLY_ON_V5E
     return _FLAGS_BEFORE.get(version, _FLAGS[version]) if fuses else _FLAGS[version]
 
 
 def _libtpu() -> tuple[int, ...]:
-    """Returns the version of the installed libtpu, the newest of all if it is unknown."""
+    """Returns the installed libtpu's version; if unknown, a version above all others."""
     numbers = re.findall(r"\d+", _libtpu_name())
     return tuple(map(int, numbers[:3])) or (sys.maxsize,)
 
 
 def state_flags(config: Config, version: str | None = None) -> None:
-    """Sets the user's own flags for this process: those of `libtpu_flags` below those of `LIBTPU_INIT_ARGS`.
+    """Sets the user's own flags for this process; `LIBTPU_INIT_ARGS` overrides `libtpu_flags`.
 
-    It must be called before JAX starts its backends. Flags of ours are left to `with_flags`.
+    Must be called before JAX starts its backends. `with_flags` adds our flags.
 
     Args:
-      version: the TPU that programs are compiled for, such as `v5p`; None: this machine's.
+      version: the target TPU, such as `v5p`; None: this machine's.
 
     Raises:
       ConfigError: the compiler does not take one of them.
     """
     version = version or tpu_version_here()
-    if version not in _FLAGS:  # no TPU, or one that is too old
+    if version not in _FLAGS:  # no TPU, or too old
         return
     ours = flags_of(version)
     stated = {name: value for name, value in _stated(config.libtpu_flags).items() if ours.get(name) != value}
@@ -132,13 +132,12 @@ def state_flags(config: Config, version: str | None = None) -> None:
 
 
 def with_flags(config: Config, devices: Sequence[jax.Device]) -> Config:
-    """Returns the config with the flags in force on devices: for `auto` ours, below those of `LIBTPU_INIT_ARGS`.
+    """Returns the config with the flags in force on devices: ours for `auto`, below `LIBTPU_INIT_ARGS`.
 
-    A flag of ours that the compiler does not take is dropped with a warning. On other devices than TPUs the config is
-    returned as it is. All hosts must call it.
+    Drops our unsupported flags with a warning. Without TPUs, returns the config unchanged. All hosts must call it.
 
     Raises:
-      ConfigError: the compiler does not take a flag that the user states, or the hosts' flags differ.
+      ConfigError: the compiler does not support a flag of the user's, or the hosts' flags differ.
     """
     from maxbatch.parallel.hosts import gather, warn  # imports JAX, which must start after `state_flags`
 
@@ -168,9 +167,9 @@ def with_flags(config: Config, devices: Sequence[jax.Device]) -> Config:
 
 
 def program_options(libtpu_flags: str, devices: Sequence[jax.Device]) -> dict[str, str]:
-    """Returns the compiler options of a program for devices: the flags in force that are not in `LIBTPU_INIT_ARGS`.
+    """Returns a program's compiler options for devices: the flags in force beyond `LIBTPU_INIT_ARGS`.
 
-    There are none without a TPU.
+    Empty without a TPU.
 
     Args:
       libtpu_flags: the key as `with_flags` returned it.
@@ -186,7 +185,7 @@ def program_options(libtpu_flags: str, devices: Sequence[jax.Device]) -> dict[st
 
 
 def _version_of(devices: Sequence[jax.Device]) -> str | None:
-    """Returns the TPU version of devices; None if they are no TPUs, or older ones."""
+    """Returns the TPU version of devices; None for other devices and old TPUs."""
     if devices[0].platform != "tpu":
         return None
     chip = chip_of(devices[0].device_kind)
@@ -196,10 +195,10 @@ def _version_of(devices: Sequence[jax.Device]) -> str | None:
 def _refused(
     flags: Mapping[str, str | None], own: Iterable[str], stated: str, devices: Sequence[jax.Device]
 ) -> dict[str, str | None]:
-    """Returns those flags that the compiler does not take, tried on a program of one addition for one device.
+    """Returns the flags that the compiler does not support, by a trial program of one addition for one device.
 
     Raises:
-      ConfigError: it does not take one of the user's own.
+      ConfigError: one of them is the user's own.
     """
     import jax
 
@@ -220,7 +219,7 @@ def _refused(
                 if not named:
                     if mine := named_flags(str(error), own):
                         raise _refusal(mine[0], _version_of(devices) or "", _source(mine[0], stated)) from error
-                    return refused  # the cause is another one, which the first program's error will name
+                    return refused  # another cause, which the first program's error will name
                 refused |= {name: left.pop(name) for name in named}
 
 
@@ -229,7 +228,7 @@ def _add_one(x: jax.Array) -> jax.Array:
 
 
 def named_flags(message: str, flags: Iterable[str]) -> list[str]:
-    """Returns those flags that a compiler's message names; if there are none, those that begin with a name in it."""
+    """Returns the flags named in a compiler's message, or else those that begin with a name in it."""
     words = set(re.findall(r"\w+", message))
     exact = [name for name in flags if name.removeprefix("--") in words]
     named = tuple(word for word in words if word.startswith("xla_"))
@@ -237,7 +236,7 @@ def named_flags(message: str, flags: Iterable[str]) -> list[str]:
 
 
 def _try(flags: Mapping[str, str | None], version: str, data_cache_dir: str) -> None:
-    """Compiles a program with flags in `LIBTPU_INIT_ARGS`, in a child process; a success is remembered on disk.
+    """Compiles a program with flags in `LIBTPU_INIT_ARGS`, in a child process; caches success on disk.
 
     Raises:
       ConfigError: the compiler does not take one of them.
@@ -266,7 +265,7 @@ def _stated(libtpu_flags: str) -> dict[str, str | None]:
 
 
 def _source(name: str, libtpu_flags: str) -> str:
-    """Returns where the user states a flag."""
+    """Returns the place where the user states a flag."""
     return "libtpu_flags" if name in _stated(libtpu_flags) else VARIABLE
 
 
@@ -290,11 +289,11 @@ def _refusal(name: str, version: str, source: str, message: str = "") -> ConfigE
 
 
 def parse(text: str) -> dict[str, str | None]:
-    """Returns flags by name; the value of a flag without one is None."""
+    """Parses flags by name; a bare flag has the value None."""
     pairs = (word.partition("=") for word in text.split())
     return {name: value if equals else None for name, equals, value in pairs}
 
 
 def text_of(flags: Mapping[str, str | None]) -> str:
-    """Returns flags as one text, such as `--a=1 --b`."""
+    """Formats flags, such as `--a=1 --b`."""
     return " ".join(name if value is None else f"{name}={value}" for name, value in flags.items())

@@ -1,7 +1,7 @@
-"""Scheduled HLO text, read: computations, their instructions in order, shapes and source lines. No JAX.
+"""A parser of scheduled HLO text: computations, instructions in order, shapes and source lines. No JAX.
 
-It reads what `compiled.as_text()` prints for a TPU; the grammar is that of https://openxla.org/xla/operation_semantics
-and of the printer in XLA's `hlo_instruction.cc`.
+It reads `compiled.as_text()` of a TPU program; for the grammar see https://openxla.org/xla/operation_semantics and the
+printer in XLA's `hlo_instruction.cc`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 
-_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}  # the names of others end with their bits
+_BITS = {"pred": 8, "s4": 4, "u4": 4, "bf16": 16, "token": 0, "opaque": 0}  # other names end with their bits
 _ARRAY = re.compile(r"\b(pred|bf16|[fsuc]\d+(?:e\d+m\d+\w*)?)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{\s*$")
 _END = re.compile(r"\}(, execution_thread=\"\w+\")?")
@@ -31,7 +31,7 @@ class Instruction:
     rest: str  # operands and attributes, as printed
 
     def attribute(self, name: str) -> str | None:
-        """Returns an attribute that is a word or a number, such as `calls` or `channel_id`, of a list the first."""
+        """Returns a word or number attribute, such as `calls` or `channel_id`; the first item of a list."""
         found = re.search(rf"\b{name}=\{{?%?([\w.\-]+)", self.rest)
         return found[1] if found else None
 
@@ -47,13 +47,13 @@ class Instruction:
 
     @property
     def op_name(self) -> str:
-        """JAX's name of the operation; an empty text if there is none."""
+        """JAX's name of the operation, or ""."""
         found = re.search(r'op_name="([^"]*)"', self.rest)
         return found[1] if found else ""
 
 
 def _short(file: str) -> str:
-    """Returns a path from its package on."""
+    """Shortens a path to start at its package."""
     own = file.rfind("/maxbatch/")
     return file[own + 1 :] if own >= 0 else file.rpartition("site-packages/")[2]
 
@@ -82,9 +82,9 @@ class Module:
     tables: Mapping[str, Mapping[str, str]]
 
     def source(self, instruction: Instruction) -> str:
-        """Returns `file:line` of the code that made an instruction, an empty text if that is not known.
+        """Returns `file:line` of an instruction's source, or "".
 
-        Of the frames of a stack it is the innermost one in maxbatch, else the innermost one.
+        It is the innermost frame in maxbatch, or else the innermost frame.
         """
         direct = re.search(r'source_file="([^"]*)" source_line=(\d+)', instruction.rest)
         if direct:
@@ -93,7 +93,7 @@ class Module:
         return next((place for place in places if place.startswith("maxbatch/")), places[0] if places else "")
 
     def _places(self, frame: str | None) -> Iterator[str]:
-        """Yields `file:line` of the frames of a stack, from the innermost outwards."""
+        """Yields `file:line` of a stack's frames, innermost first."""
         frames, seen = self.tables["StackFrames"], set[str]()
         while frame is not None and frame in frames and frame not in seen:
             seen.add(frame)
@@ -106,10 +106,10 @@ class Module:
 
 
 def read_hlo(text: str) -> Module:
-    """Returns the module of scheduled HLO text.
+    """Parses scheduled HLO text.
 
-    A computation ends at a `}`, perhaps with the thread that runs it, before an empty line, because a kernel's own text
-    may hold lines of `}`. For the same reason, lines that begin no instruction continue the one before.
+    A computation ends at a `}` before an empty line, possibly followed by its thread, because a kernel's text may have
+    lines of `}`. For the same reason, a line that begins no instruction continues the previous one.
     """
     entry, name, table = "", None, None
     pieces: dict[str, list[list[str]]] = {}

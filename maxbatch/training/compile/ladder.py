@@ -1,10 +1,10 @@
-"""The ladder of compiled steps that a ramp climbs: the first is compiled at once, the others in the background.
+"""The ladder of compiled steps for a ramp: the first is compiled at once, the others in the background.
 
-A stage is planned with the largest micro-batch that fits and divides its batch. The update does not depend on how the
-batch is cut, so every step whose micro-batch divides the planned one can run the stage as well. The first step is
-compiled for the greatest common divisor of all stages ahead and can run each of them: no stage ever waits. The planned
-micro-batches of the last stage, and of every stage of `LONG_STAGE` updates or more, are compiled in the background and
-used as soon as they are ready. Shorter stages run on the steps that exist.
+A stage is planned with the largest micro-batch that fits and divides its batch. The update does not depend on the cut
+of the batch, so any step whose micro-batch divides the planned one can run the stage too. The first step is compiled
+for the greatest common divisor of all stages ahead, so no stage waits. The planned micro-batches of the last stage, and
+of stages of at least `LONG_STAGE` updates, are compiled in the background and used when ready. Shorter stages run on
+existing steps.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
 from maxbatch.training.compile.background import Background
 
-LONG_STAGE = 64  # updates that make a step of its own worth compiling for a stage
+LONG_STAGE = 64  # updates from which a stage is worth its own step
 
 
 def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
-    """Returns the batch shapes to compile for the stages ahead, in the order in which they are needed.
+    """Returns the batch shapes to compile for the stages ahead, in order of need.
 
-    The first can run every stage; then come those of long stages and of the last stage if they differ.
+    The first runs every stage; others follow for long stages and the last stage if they differ.
     """
     own = [s for s in stages if s is stages[-1] or (s.num_steps or 0) >= LONG_STAGE]
     planned, of_own = ([s.micro_batch_size_to_train_on for s in some] for some in (stages, own))
@@ -34,22 +34,22 @@ def plan_shapes(stages: Sequence[Stage]) -> list[BatchShape]:
 
 
 def largest_batch(micro_batch: int, stages: Sequence[Stage]) -> int:
-    """Returns the samples of the largest batch that a step of a micro-batch can run."""
+    """Returns the samples of the largest batch for a step with this micro-batch."""
     return max(s.global_batch_size for s in stages if s.micro_batch_size_to_train_on % micro_batch == 0)
 
 
 class StepLadder:
-    """The compiled steps of a run, by the shape of their batch.
+    """The compiled steps of a run, by batch shape.
 
-    The first run of a compiled step is slower than the others, because it touches its memory for the first time. It is
-    kept out of the update that opens a stage: the first step is warmed up before training, and each of the others runs
-    for the first time within a stage, on a batch that is padded to its shape.
+    A compiled step's first run is slower, because it touches its memory for the first time. This never happens in the
+    update that opens a stage: the first step is warmed up before training, and every other step first runs within a
+    stage, on a batch padded to its shape.
 
     Args:
       compile_step: compiles the step for one shape; called on this thread and on another.
-      all_first: compile every step before the first update. For several hosts, which must choose alike: `shape_for` is
-        then a function of the stage alone.
-      shapes: the shapes to compile, the first of which can run every stage; None: `plan_shapes` of the stages.
+      all_first: compile every step before the first update, so that `shape_for` depends on the stage only. Several
+        hosts need this to choose alike.
+      shapes: the shapes to compile; the first must run every stage; None: `plan_shapes` of the stages.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class StepLadder:
         self._later = shapes[len(self._warm) :]
 
     def compile_first(self) -> list[tuple[BatchShape, jax.stages.Compiled]]:
-        """Returns the steps that training begins with, compiled on this thread; the caller warms them up."""
+        """Compiles the initial steps on this thread and returns them for the caller to warm up."""
         for shape in self._warm:
             self._compile(shape)
         return list(self._ready.items())
@@ -81,10 +81,10 @@ class StepLadder:
         self._ready[shape] = self._compile_step(shape)
 
     def shape_for(self, stage: Stage, opens_stage: bool) -> BatchShape:
-        """Returns the shape for the next batch; called once for every update in turn.
+        """Returns the shape for the next batch; called once per update, in order.
 
-        It is that of a step due to run for the first time, unless the update opens the stage (or the run); else the
-        coarsest shape that can run the stage.
+        A step due for its first run comes first, unless the update opens the stage (or the run); else the coarsest
+        shape that can run the stage.
         """
         if not opens_stage:
             ahead = {s.micro_batch_size_to_train_on for s in self._stages if s.threshold >= stage.threshold}
@@ -97,7 +97,7 @@ class StepLadder:
         return max(s for s in self._warm if stage.micro_batch_size_to_train_on % s.micro_batch == 0)
 
     def describe(self) -> str:
-        """Returns a line for a person: the micro-batches that are compiled, and why."""
+        """Returns a line for users: the compiled micro-batches and the reason."""
         first, *own = (shape.micro_batch for shape in self._warm + self._later)
         use = dict.fromkeys(own, f"stages of {LONG_STAGE} updates or more")
         use[self._stages[-1].micro_batch_size_to_train_on] = "the last stage"

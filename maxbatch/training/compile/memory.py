@@ -1,4 +1,4 @@
-"""The memory of a program on one device, and whether it fits, according to the compiler."""
+"""The compiler's report on a program's memory per device, and whether it fits."""
 
 from __future__ import annotations
 
@@ -27,20 +27,19 @@ from maxbatch.training.update.state import TrainState
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The bytes of one device that a compiled program takes."""
+    """Bytes of a compiled program on one device."""
 
     argument_bytes: int  # state and batch
     output_bytes: int  # results
     alias_bytes: int  # results that reuse the memory of arguments
-    temp_bytes: int  # arrays that live only while the program runs
+    temp_bytes: int  # arrays during the program only
     code_bytes: int
-    # The most that is in use at once, without the code. Only the TPU compiler reports it; it lets the parts overlap, so
-    # their sum is larger.
+    # Peak use without the code. Only the TPU compiler reports it; the parts overlap, so their sum is larger.
     peak_bytes: int | None = None
 
     @property
     def needed_bytes(self) -> int:
-        """The memory that a device must have: peak and code if the peak is known, else the sum of the parts."""
+        """Required memory of a device: peak and code if the peak is known, else the sum of the parts."""
         if self.peak_bytes is not None:
             return self.peak_bytes + self.code_bytes
         return self.argument_bytes + self.output_bytes - self.alias_bytes + self.temp_bytes + self.code_bytes
@@ -51,15 +50,15 @@ class Verdict:
     """The compiler's verdict on a program."""
 
     fits: bool  # true if the available bytes are unknown
-    needed_bytes: int | None  # memory that it takes, or would, on a device; None if the compiler reports none
+    needed_bytes: int | None  # memory needed on a device; None if not reported
     available_bytes: int | None  # memory of a device; None if unknown
-    memory: Memory | None  # of a program that was compiled
-    seconds: float  # that the compiler took
-    lacks: Shortage = LACKS_HBM  # of a program that is refused for another memory than HBM
+    memory: Memory | None  # of a compiled program
+    seconds: float  # compile time
+    lacks: Shortage = LACKS_HBM  # of a refused program, if not HBM
 
     @property
     def wants(self) -> str:
-        """The memory that a program lacks, for a person."""
+        """The missing memory, as text for users."""
         if self.lacks.space != HBM:
             needed, available = self.lacks.needed, self.lacks.available
             return (
@@ -73,7 +72,7 @@ class Verdict:
 def compile_for(
     lowered: jax.stages.Lowered, target: Target, options: Mapping[str, str] = NO_OPTIONS
 ) -> tuple[Verdict, jax.stages.Compiled | None]:
-    """Compiles a program with `program_options`; returns the verdict, and the compiled program if it fits.
+    """Compiles a program with `program_options`; returns the verdict, with the program if it fits.
 
     Raises:
       TrainingError: the compiler fails for another reason than memory.
@@ -100,7 +99,7 @@ def compile_for(
     peak = (getattr(stats, "peak_memory_in_bytes", 0) or None) if is_tpu else None
     arguments, output, alias, temp, code = (getattr(stats, f"{kind}_size_in_bytes") for kind in kinds)
     memory = Memory(arguments, output, alias, temp, code, peak)
-    # The TPU compiler checks this itself: a program that it compiles fits.
+    # The TPU compiler checks this itself, so a compiled program fits.
     limit = target.memory_bytes
     fits = is_tpu or limit is None or memory.needed_bytes <= limit
     verdict = Verdict(fits, memory.needed_bytes, limit, memory, time.perf_counter() - started)
@@ -112,14 +111,14 @@ class Parts:
     """The bytes of one device by kind; gradients and activations are temporaries."""
 
     parameters: int
-    optimizer: int  # with the average of the parameters
+    optimizer: int  # including the average of the parameters
     batch: int
-    gradients: int  # every update ends with one of `weight_dtype` per parameter that is trained
+    gradients: int  # one of `weight_dtype` per trained parameter at the end of an update
     activations: int  # and other temporaries: the rest of the compiler's figure
 
 
 def known_parts(abstract: TrainState, batch: Batch) -> Parts:
-    """Returns the parts that follow from shapes and shardings alone, with no activations."""
+    """Returns the parts known from shapes and shardings; activations are 0."""
     trained, optimizer = _shard_bytes(abstract.params), _shard_bytes((abstract.opt_state, abstract.average))
     parameters = trained + _shard_bytes(abstract.frozen)
     return Parts(parameters, optimizer, _shard_bytes(batch), gradients=trained, activations=0)
@@ -131,7 +130,7 @@ def _shard_bytes(tree: Tree) -> int:
 
 
 def gigabytes(num_bytes: int | None) -> str:
-    """Returns bytes as text for a person; a GB is 10^9 bytes."""
+    """Formats bytes for users; a GB is 10^9 bytes."""
     if num_bytes is None:
         return "unknown"
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e6:.2f} MB"

@@ -17,22 +17,22 @@ _DEAREST = 5
 
 @dataclasses.dataclass(frozen=True)
 class Modelled:
-    """The modelled figures of one run of a program, all of them per device; none is measured.
+    """Modelled, not measured, figures of one run of a program, per device.
 
-    They are None where the compiler has no clock (CPUs and GPUs), the rates also for a program that is no update.
+    None without a compiler clock (CPUs and GPUs); rates are also None for programs other than updates.
     """
 
-    compute_cycles: int | None = None  # loops multiplied out, without custom kernels
+    compute_cycles: int | None = None  # with loops multiplied out, without custom kernels
     kernel_cycles: int | None = None  # of custom kernels, by their cost
     hidden_collective_bytes: int | None = None
     exposed_collective_bytes: int | None = None
     modelled_step_s: float | None = None
     modelled_tokens_per_second_per_device: float | None = None
     modelled_mfu: float | None = None
-    operations: Sequence[Operation] = ()  # the dearest, the first the most
+    operations: Sequence[Operation] = ()  # those with the most cycles, in order
 
     def of_samples(self, share: float) -> Modelled:
-        """Returns the figures with the rates of the samples alone, which are a share of all slots (`batch_padding`)."""
+        """Scales the rates to real samples, a share of all slots (`batch_padding`)."""
         rate, mfu = (
             one and one * share for one in (self.modelled_tokens_per_second_per_device, self.modelled_mfu)
         )  # fmt: skip
@@ -55,10 +55,10 @@ def model_time(
 
     Args:
       text: its optimised HLO.
-      target: the devices that it was compiled for.
-      config: the model that it trains.
-      slots: tokens that a sample has room for.
-      peak_tflops: of a device, `peak_tflops_per_device`; None: that of the chip.
+      target: the devices of its compilation.
+      config: the trained model.
+      slots: token slots of a sample.
+      peak_tflops: per device, `peak_tflops_per_device`; None: the chip's.
       shape: the batch of an update; None for another program.
     """
     chip = target.chip

@@ -1,9 +1,8 @@
-"""Compiled programs on disk: `maxbatch compile` writes them, `train` with `compiled_dir` loads them, without pickle.
+"""Compiled programs on disk, without pickle: `maxbatch compile` writes them, `train` with `compiled_dir` loads them.
 
-A folder holds `manifest.json` and one file per program, an executable in XLA's own format. Everything else that a call
-needs (argument trees, shapes, shardings, donation) comes from lowering the program again, which takes seconds where
-compiling takes minutes. Reading a folder runs nothing of it. The programs are machine code, which training then runs:
-use only folders that you wrote, or trust.
+A folder has `manifest.json` and one file per program, an executable in XLA's format. Argument trees, shapes, shardings
+and donation come from lowering the program again, which takes seconds, while compiling takes minutes. Reading a folder
+runs none of it, but training then runs the programs, which are machine code: use only folders that you wrote or trust.
 """
 
 from __future__ import annotations
@@ -35,16 +34,16 @@ from maxbatch.training.compile.target import device_facts, machine_name
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-_MOST_BYTES = 4 << 30  # of one program
+_MOST_BYTES = 4 << 30  # bound of one program
 
 
 def program_keys(config: Config) -> dict[str, str]:
-    """Returns the config keys that shape the programs of a run, as texts."""
+    """Returns the config keys that determine a run's programs, as texts."""
     return {name: keys()[name].write(config[name]) for name in names_fixing(Fixes.PROGRAM)}
 
 
 def versions(platform: str) -> dict[str, str]:
-    """Returns the versions that shape them: of the compilers, and of the code that is compiled."""
+    """Returns the versions that determine programs: compilers and our source code."""
     packages = ["jax", "jaxlib", "flax", "optax"] + ["libtpu"] * (platform == "tpu")
     found = {name: importlib.metadata.version(name) for name in packages}
     if platform == "cpu":
@@ -54,7 +53,7 @@ def versions(platform: str) -> dict[str, str]:
 
 @functools.cache
 def _source_hash() -> str:
-    """Returns a hash of the modules that compiled programs are made from."""
+    """Returns a hash of the source modules behind compiled programs."""
     package = Path(__file__).parents[2]
     rooms = ("model", "parallel", "plan", "data/feed", "data/stream", "training")
     modules = [path for room in rooms for path in (package / room).rglob("*.py")]
@@ -63,7 +62,7 @@ def _source_hash() -> str:
 
 @functools.cache
 def _cpu_features() -> str:
-    """Returns a hash of this CPU's features: a program for another CPU may use instructions that this one lacks."""
+    """Returns a hash of this CPU's features; a program for another CPU may use missing instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -116,12 +115,12 @@ def save_programs(
 
 
 def _identity(config_keys: Mapping[str, str], devices: Sequence[jax.Device]) -> dict[str, Mapping[str, object]]:
-    """Returns the facts that the programs of a run depend on, by part."""
+    """Returns the facts that determine a run's programs, by part."""
     return {"versions": versions(devices[0].platform), "devices": device_facts(devices), "config": config_keys}
 
 
 def _shape(stated: Sequence[int]) -> BatchShape:
-    """Returns the shape that a manifest states; TypeError or RefusedContent if it is none."""
+    """Parses a shape in a manifest; raises TypeError or RefusedContent."""
     shape = BatchShape(*stated)
     if not all(type(size) is int and size > 0 for size in shape):
         raise RefusedContent(f"{MANIFEST}: shapes must be whole numbers above 0")
@@ -129,13 +128,13 @@ def _shape(stated: Sequence[int]) -> BatchShape:
 
 
 class SavedPrograms:
-    """The compiled programs in a folder, for a run of these `program_keys` on these devices.
+    """The compiled programs in a folder, for a run with these `program_keys` on these devices.
 
     Attributes:
       shapes: the batch shapes of the steps, in the order of `plan_shapes`.
 
     Raises:
-      ConfigError: the folder holds none, or they are of another format, version, machine or config.
+      ConfigError: the folder has no programs, or they are for another format, version, machine or config.
     """
 
     def __init__(self, folder: str, config_keys: Mapping[str, str], mesh: Mesh) -> None:
@@ -175,21 +174,21 @@ class SavedPrograms:
             )
 
     def _for_machine(self, devices: Sequence[jax.Device]) -> AnyPath:
-        """Returns the folder of the programs for so many devices: of `compile --survive`, or the folder itself."""
+        """Returns the folder of programs for this number of devices: from `compile --survive`, or the folder itself."""
         smaller = self._folder / machine_name(devices)
         if not (smaller / MANIFEST).is_file():
             return self._folder
         try:
             stated = read_json(self._folder / MANIFEST, MANIFEST)["devices"]
         except (OSError, ValueError, TypeError, KeyError):
-            return self._folder  # which is refused by its name
+            return self._folder  # refused later, by name
         return self._folder if stated == device_facts(devices) else smaller
 
     def shapes_for(self, stages: Sequence[Stage]) -> list[BatchShape]:
         """Returns the shapes of the steps of a run.
 
         Raises:
-          ConfigError: a shape has room for more rows than any batch of the stages can need.
+          ConfigError: a shape has more rows than any batch of the stages needs.
         """
         most = 2 * max(stage.global_batch_size + stage.micro_batch_size_to_train_on for stage in stages)
         if too_large := [shape for shape in self.shapes if shape.micro_batch * shape.max_micro_batches > most]:
@@ -202,10 +201,10 @@ class SavedPrograms:
         return name in self._sums
 
     def load(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        """Returns the program of that name on the devices; nothing is compiled, but the program is lowered.
+        """Loads a program onto the devices, without compiling; the program is lowered.
 
         Raises:
-          ConfigError: its file is missing, damaged, or not an executable for these devices.
+          ConfigError: the file is missing, damaged, or not an executable for these devices.
         """
         path = self._folder / f"{name}.bin"
         try:
@@ -223,9 +222,9 @@ class SavedPrograms:
 
 
 def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
-    """Returns the program of an executable; its shardings on the mesh are explicit, except for scalars."""
-    # JAX has no public way to call an executable that it did not compile. This is the end of its own
-    # `UnloadedMeshExecutable.from_hlo`, with the executable read where that function compiles it.
+    """Builds a program from an executable; its shardings on the mesh are explicit, except for scalars."""
+    # JAX has no public way to call an executable that it did not compile. This follows the end of its
+    # `UnloadedMeshExecutable.from_hlo`, but reads the executable instead of compiling it.
     from jax._src.interpreters import pxla
 
     lowering: Any = lowered._lowering
@@ -234,7 +233,7 @@ def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages
     if any(effects.values()):
         raise ValueError("a program with side effects cannot be loaded")
     inputs, outputs = facts["global_in_avals"], facts["global_out_avals"]
-    layouts = [(None,) * len(avals) for avals in (inputs, outputs)]  # the default ones
+    layouts = [(None,) * len(avals) for avals in (inputs, outputs)]  # defaults
     executable = pxla.UnloadedMeshExecutable(
         xla_executable=facts["backend"].deserialize_executable(content, lowering._device_list),
         device_list=lowering._device_list,
@@ -258,7 +257,7 @@ def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages
 def _explicit(
     shardings: Sequence[object], avals: Sequence[jax.core.ShapedArray], mesh: Mesh
 ) -> list[jax.sharding.Sharding]:
-    """Returns the shardings, with those of scalars filled in where they are left open."""
+    """Returns the shardings, with missing ones of scalars filled in."""
     are_open = [not isinstance(sharding, jax.sharding.Sharding) for sharding in shardings]
     if any(is_open and aval.ndim for is_open, aval in zip(are_open, avals, strict=True)):
         raise ValueError("an array of the program has no explicit sharding")

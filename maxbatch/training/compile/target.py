@@ -1,4 +1,4 @@
-"""The devices to compile for: this machine's own, or those of a TPU topology elsewhere.
+"""The devices to compile for: this machine's, or a TPU topology elsewhere.
 
 The TPU compiler (libtpu) describes the devices of a topology; it needs no TPU.
 """
@@ -20,12 +20,12 @@ from maxbatch.training.compile.topology import Slice, parse_slice
 if TYPE_CHECKING:
     import jax
 
-_MOST_CHIPS = 2**16  # of all slices together; describing them takes the compiler a second
+_MOST_CHIPS = 2**16  # over all slices; the compiler describes them in a second
 
 _BY_COMPILER = "the TPU compiler's"  # source of a memory size
 
-# libtpu looks for its own TPU in files, at the metadata server and in these variables, whose values only have to be
-# well-formed. Nothing runs on a device, so several processes may load it at the same time.
+# libtpu looks for its own TPU in files, at the metadata server and in these variables; their values only have to be
+# well-formed. Nothing runs on a device, so several processes may load it at once.
 _WITHOUT_TPU = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
@@ -33,8 +33,8 @@ _WITHOUT_TPU = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 
-# Variables of a TPU machine, or of anything else, that libtpu reads as the shape of its own slice. They would describe
-# another slice than that of `--topology`, and a value that libtpu cannot read ends the process.
+# Variables that libtpu reads as the shape of its slice, whoever set them. They would contradict `--topology`, and a
+# value that libtpu cannot parse ends the process.
 _FORMS = ("ALT", "CHIPS_PER_HOST_BOUNDS", "HOST_BOUNDS", "WRAP")
 _OF_ANOTHER_SLICE = (
     *_FORMS,
@@ -48,20 +48,20 @@ _OF_ANOTHER_SLICE = (
 class Target:
     """The devices to compile for."""
 
-    name: str  # for a person
+    name: str  # for users
     devices: tuple[jax.Device, ...]  # over all slices
-    chip: Chip | None  # public figures of a device; None if they are not known
+    chip: Chip | None  # public figures of a device; None if unknown
     memory_bytes: int | None  # of one device, for a program; None if unknown
-    memory_source: str  # of that number, for a person
+    memory_source: str  # source of that number, for users
 
     @property
     def num_hosts(self) -> int:
-        """The processes of a run on them."""
+        """The number of processes of a run on them."""
         return len({device.process_index for device in self.devices})
 
 
 def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
-    """Returns the facts of devices that compiled programs depend on, for JSON."""
+    """Returns device facts that determine compiled programs, for JSON."""
     return {
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
@@ -72,7 +72,7 @@ def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
 
 
 def machine_name(devices: Sequence[jax.Device]) -> str:
-    """Returns a name for devices by their numbers: the folder that holds programs for a smaller machine."""
+    """Returns a name for devices by their numbers, for the folder of a smaller machine's programs."""
     facts = device_facts(devices)
     return "-".join(f"{name}-{facts[name]}" for name in ("slices", "hosts", "devices"))
 
@@ -81,7 +81,7 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
     """Returns the slices of a topology (`VERSION:XxY[xZ]` in chips, such as `v5p:4x4x4`); None: this machine.
 
     Raises:
-      ConfigError: there is no such topology, or it has too many slices; the message names the nearest that works.
+      ConfigError: there is no such topology, or too many slices; the message names the nearest that works.
       TrainingError: the TPU compiler is not installed or cannot be loaded.
     """
     if topology is None:
@@ -101,7 +101,7 @@ def find_target(topology: str | None, num_slices: int = 1) -> Target:
 
 
 def here() -> Target:
-    """Returns this machine's own devices, with the memory that one of them has for a program."""
+    """Returns this machine's devices, with a device's memory for a program."""
     import jax
 
     devices = tuple(jax.devices())
@@ -119,7 +119,7 @@ def here() -> Target:
 
 
 def host_memory() -> int:
-    """Returns the bytes of main memory of this machine, or of its container if that has a limit."""
+    """Returns the main memory of this machine in bytes, or its container's limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         with open("/sys/fs/cgroup/memory.max") as file:

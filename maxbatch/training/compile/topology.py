@@ -1,9 +1,9 @@
-"""The TPU slices that Google sells, as libtpu describes them. No JAX.
+"""TPU slices on sale, in libtpu's terms. No JAX.
 
-A slice is `VERSION:XxY[xZ]`, in chips. libtpu takes the links that wrap around, the chips of a host and how many JAX
-devices a chip shows as options, and its defaults match no slice that is sold. The rules here are those of
-MaxText's table of slices (`accelerator_to_spec_map.py` in https://github.com/AI-Hypercomputer/maxtext) and of the pages
-of each version under https://docs.cloud.google.com/tpu/docs.
+A slice is `VERSION:XxY[xZ]`, in chips. Wrap-around links, chips per host and JAX devices per chip are options of
+libtpu, and its defaults match no slice on sale. Sources of the rules: MaxText's table of slices
+(`accelerator_to_spec_map.py` in https://github.com/AI-Hypercomputer/maxtext) and each version's page under
+https://docs.cloud.google.com/tpu/docs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from maxbatch.config.values import nearest_name, shown
 from maxbatch.system.chips import TPUS
 from maxbatch.system.errors import ConfigError
 
-_LARGEST = 2**14  # chips of a slice, more than any has
+_LARGEST = 2**14  # chips of a slice, above any on sale
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}
 
 
@@ -25,19 +25,19 @@ class _Version:
     """The slices of a TPU version."""
 
     axes: int  # of its network
-    wraps_from: int  # chips; an axis whose length is a multiple of this has links that wrap around
-    wraps_whole: bool  # whether all axes must be such multiples for any to wrap: cubes of 4x4x4 joined by switches
-    chip_config: str  # libtpu's name for how a chip appears as devices
+    wraps_from: int  # chips; an axis of a multiple of this length has wrap-around links
+    wraps_whole: bool  # whether wrapping needs multiples on all axes: cubes of 4x4x4 joined by switches
+    chip_config: str  # libtpu's name for the devices of a chip
     has_single_chip: bool = False  # whether a slice of one chip is sold
 
 
 _VERSIONS = {
-    # The two cores of a chip work as one device; `dense` leaves programs 1 GiB more.
+    # A chip's two cores are one device; `dense` leaves programs 1 GiB more.
     "v4": _Version(3, 4, True, "megacore_dense"),
     "v5e": _Version(2, 16, False, "default", has_single_chip=True),
     "v5p": _Version(3, 4, True, "megacore"),
     "v6e": _Version(2, 16, False, "default", has_single_chip=True),
-    "tpu7x": _Version(3, 4, True, "default", has_single_chip=True),  # each of its two cores is a device
+    "tpu7x": _Version(3, 4, True, "default", has_single_chip=True),  # each core is a device
 }
 
 
@@ -58,7 +58,7 @@ class Slice:
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
-        """Whether the links along each of three axes wrap around."""
+        """Whether links wrap around, for each of three axes."""
         version = _VERSIONS[self.version]
         long = [size % version.wraps_from == 0 for size in self.layout]
         if version.wraps_whole:
@@ -68,7 +68,7 @@ class Slice:
 
     @property
     def options(self) -> dict[str, object]:
-        """The keyword arguments of `get_topology_desc` that describe the slice as it is sold."""
+        """Keyword arguments of `get_topology_desc` for the slice on sale."""
         chips_per_host = (1, 1, 1) if self.num_chips == 1 else (2, 2, 1)
         return {
             "chip_config_name": _VERSIONS[self.version].chip_config,
@@ -78,12 +78,12 @@ class Slice:
 
 
 def smallest_slice(version: str) -> str:
-    """Returns the name of a slice of one host of a version."""
+    """Returns the name of a version's slice of one host."""
     return str(Slice(version, _nearest_layout(version, "2x2")))
 
 
 def parse_slice(topology: str) -> Slice:
-    """Returns the slice of a name such as `v5p:4x4x4`; raises ConfigError with the nearest name if there is none."""
+    """Parses a slice such as `v5p:4x4x4`; raises ConfigError with the nearest name."""
     version, _, layout = topology.strip().lower().partition(":")
     version = _ALIASES.get(version, version)
     if version not in _VERSIONS:
@@ -104,7 +104,7 @@ def parse_slice(topology: str) -> Slice:
 
 
 def _nearest_layout(version: str, layout: str) -> tuple[int, ...]:
-    """Returns the layout itself if the version has it, else one near it."""
+    """Returns the layout if the version has it, or else a near one."""
     sizes = [int(size) for size in re.findall(r"\d{1,6}", layout)] if re.search(r"\d", layout) else [2, 2]
     axes = _VERSIONS[version].axes
     if sizes == [1] * axes and _VERSIONS[version].has_single_chip:

@@ -1,1 +1,1 @@
-"""Parameters on disk: checkpoints, sources of parameters, Hugging Face folders, adapters as files."""
+"""Parameters on disk: checkpoints and other sources of parameters."""

@@ -1,6 +1,6 @@
-"""A checkpoint as a source of parameters: the checkpoint that is named, whole, or an error.
+"""A checkpoint as a source of parameters: the named checkpoint, whole, or an error.
 
-Every array is checked against its checksum when it has been read; nothing is read twice.
+Every array is read once and checked against its checksum.
 """
 
 from __future__ import annotations
@@ -39,23 +39,23 @@ class Adapting(NamedTuple):
     """The run of adapters."""
 
     config: Config
-    origin: Origin | None  # the model that they adapt; None in a checkpoint made before it was stated
-    old_base: str | None  # what such a checkpoint states instead
+    origin: Origin | None  # the adapted model; None in old checkpoints
+    old_base: str | None  # the model's identity in old checkpoints
 
 
 class StoredCheckpoint:
-    """A checkpoint that is to be read (`maxbatch.training.weights.parameters.Source`).
+    """A checkpoint to read (`maxbatch.training.weights.parameters.Source`).
 
     Args:
-      path: a run folder (its newest checkpoint), or one of its `checkpoints/STEP`.
-      averaged: whether its parameters are the average that its run keeps.
+      path: a run folder, for its newest checkpoint, or `checkpoints/STEP` in it.
+      averaged: whether to read the run's average of the parameters.
 
     Attributes:
       folder: the checkpoint's folder.
-      record: what its JSON says.
+      record: the content of its JSON.
 
     Raises:
-      ConfigError: there is no checkpoint, its JSON cannot be trusted, or it has no average.
+      ConfigError: there is no checkpoint, its JSON is invalid, or it has no average.
     """
 
     def __init__(self, path: str | Path, averaged: bool = False) -> None:
@@ -78,7 +78,7 @@ class StoredCheckpoint:
         """Returns the config of its run, with "key=value" texts over it.
 
         Raises:
-          ConfigError: `config.yml` cannot be read, or states another model than the checkpoint does.
+          ConfigError: `config.yml` cannot be read, or its model differs from the checkpoint's.
         """
         file, stored = str(self.folder.parent.parent / "config.yml"), self.record.identity["model"]
         config = load_config(file)
@@ -91,14 +91,14 @@ class StoredCheckpoint:
 
     @property
     def identity(self) -> str:
-        """A hash of its step, its model, the checksums of its arrays and what its run started from."""
+        """A hash of its step, its model, its arrays' checksums and its run's origin."""
         record = self.record
         parts = (record.position.step, record.checksum, record.parameters, record.average, record.identity["model"])
         stated = json.dumps([*parts, record.origin and record.origin.identity], sort_keys=True)
         return hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()
 
     def identity_like(self, other: str) -> str:
-        """Returns the identity, which has one form."""
+        """Returns the identity; checkpoints have only one form."""
         return self.identity
 
     @property
@@ -109,19 +109,19 @@ class StoredCheckpoint:
 
     @property
     def step(self) -> int:
-        """The updates before it."""
+        """The number of updates before it."""
         return self.record.position.step
 
     def adapting(self) -> Adapting | None:
-        """Returns the run of the adapters that it holds; None if it holds a whole model."""
+        """Returns the run of its adapters; None for a whole model."""
         if not self.record.identity["model"].get("lora_rank"):
             return None
         return Adapting(self.config(), self.record.origin, self.record.old_base)
 
     def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
-        """Returns a function that reads its parameters, or its adapters, once their shapes are those of the model.
+        """Checks shapes against the model; returns a function that reads the parameters or the adapters.
 
-        Routers begin without a bias if its model has none.
+        Routers start with a zero bias if the checkpoint has none.
         """
         bias, held = _split_bias(abstract_params)
         if not bias or self.record.identity["model"].get(ROUTED_BIAS) is not False:
@@ -140,7 +140,7 @@ class StoredCheckpoint:
         return read
 
     def check_shapes(self, abstract_params: State, key: str = "load_parameters_path") -> None:
-        """Raises ConfigError, which names `key`, if parameters have other shapes than those of a model."""
+        """Raises ConfigError, naming `key`, if shapes differ from the model's."""
         shapes = self._shapes()
         for keys, x in jax.tree.leaves_with_path(abstract_params):
             name = parameter_name(keys)
@@ -160,15 +160,15 @@ class StoredCheckpoint:
         try:
             stored = arrays_handler().metadata(self.folder / "params")
         except (OSError, ValueError, KeyError):
-            return {}  # it is damaged: reading it says how
-        # Orbax keeps a parameter as a dict, whose one entry is "value".
+            return {}  # damaged; reading it raises the details
+        # Orbax stores a parameter as a dict with the single entry "value".
         return {parameter_name(keys[:-1]): tuple(x.shape) for keys, x in jax.tree.leaves_with_path(stored.tree)}
 
     def _misfit(self, why: str, key: str = "load_parameters_path") -> ConfigError:
         return ConfigError(f"{key}={self._path}: its parameters do not fit this model ({why})")
 
     def parameters(self, abstract_params: State, partial: bool = False) -> State:
-        """Returns parameters, placed as `abstract_params` says; `partial`: the checkpoint holds others too.
+        """Reads parameters onto the shardings of `abstract_params`; `partial`: the checkpoint has others too.
 
         Raises:
           ConfigError: they are damaged, or cannot be read.
@@ -180,12 +180,12 @@ class StoredCheckpoint:
         leaves, tree = jax.tree.flatten_with_path(abstract_params)
         if all(stored[parameter_name(keys)].dtype == str(x.dtype) for keys, x in leaves):
             return self._checked(stored, abstract_params, partial)
-        # They are checked in their own types; one at a time, since they may not fit beside each other.
+        # Checksums need the stored types. One at a time, since both types of all parameters may not fit.
         converted: State = jax.tree.unflatten(tree, [self._converted(stored, keys, x) for keys, x in leaves])
         return converted
 
     def _converted(self, stored: dict[str, StoredParameter], keys: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
-        """Returns a parameter in another type than it is stored in."""
+        """Reads a parameter and converts its type."""
         path = tuple(entry.key for entry in keys if hasattr(entry, "key"))
         there = jax.ShapeDtypeStruct(wanted.shape, stored[parameter_name(keys)].dtype, sharding=wanted.sharding)
         part = nnx.from_flat_state({path: nnx.Param(there)})
@@ -200,12 +200,12 @@ class StoredCheckpoint:
         return params
 
     def full_state(self, abstract: TrainState) -> TrainState:
-        """Returns the parameters and the optimizer's state, placed as `abstract` says.
+        """Reads the parameters and the optimizer's state onto the shardings of `abstract`.
 
-        An average of the parameters goes on from the checkpoint's; without one there it starts as the parameters.
+        An average of the parameters continues from the checkpoint's, or starts as the parameters.
 
         Raises:
-          ConfigError: they are damaged, or are those of another model or optimizer.
+          ConfigError: they are damaged, or belong to another model or optimizer.
         """
         self.check_shapes(abstract.params, "load_full_state_path")
         params = self._restore("params", abstract.params)
@@ -233,7 +233,7 @@ class StoredCheckpoint:
         return found
 
     def _other_arrays(self, item: str, why: str) -> ConfigError:
-        if item == "params" and self.record.parameters is not None:  # which agree with the model
+        if item == "params" and self.record.parameters is not None:  # shapes agree with the model
             return _damaged(self.folder, why)
         if item == "params":
             return self._misfit(why)
@@ -244,18 +244,18 @@ class StoredCheckpoint:
 
 
 def _split_bias(params: State) -> tuple[State, State]:
-    """Returns the routers' biases, and all other parameters."""
+    """Splits parameters into routers' biases and all others."""
     bias, rest = nnx.split_state(params, nnx.PathContains(ROUTED_BIAS), ...)
     return bias, rest
 
 
 def is_checkpoint(folder: AnyPath) -> bool:
-    """Returns whether a folder is a checkpoint itself, not that of a run."""
+    """Returns whether a folder is a checkpoint, not a run folder."""
     return any((folder / item).is_dir() for item in _ITEMS)
 
 
 def find_checkpoint(path: str | Path) -> AnyPath:
-    """Returns the folder of the newest checkpoint of a run, or of the one that is named; never that of another.
+    """Returns the folder of the named checkpoint, or of a run's newest; never a substitute.
 
     Raises:
       ConfigError: there is none.

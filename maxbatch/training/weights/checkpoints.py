@@ -1,9 +1,8 @@
 """Checkpoints: asynchronous, keyed by completed updates.
 
 A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded arrays), and
-`position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task whose batches ahead are under way adds `ahead`
-(JSON). A checkpoint commits whole or not at all. A damaged one is set aside and the one before is taken; one that the
-system does not let be read ends the run.
+`position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task with batches ahead in progress adds `ahead` (JSON).
+Commits are atomic. A damaged checkpoint is set aside and the previous one is used; an unreadable one ends the run.
 """
 
 from __future__ import annotations
@@ -73,13 +72,13 @@ class Restored(NamedTuple):
 
     state: TrainState
     position: Position
-    ahead: str | None = None  # what its task has saved for the batches ahead
+    ahead: str | None = None  # saved by its task for the batches ahead
 
 
 def model_identity(config: UpdateConfig) -> dict[str, Any]:
-    """Returns the keys that fix the shape and the start of the parameters, and the optimizer's state.
+    """Returns the keys that fix the shapes and initial values of the parameters, and the optimizer's state.
 
-    Adapters add theirs; the model that they adapt is the origin of their run (`Checkpoints.origin`).
+    Adapters add their keys; their base model is the run's origin (`Checkpoints.origin`).
     """
     identity = {key: config[key] for key in names_fixing(Fixes.MODEL)}
     if config.adapters.lora_rank:
@@ -88,7 +87,7 @@ def model_identity(config: UpdateConfig) -> dict[str, Any]:
 
 
 def _items(state: TrainState) -> list[tuple[str, Any]]:
-    """Returns the names and the arrays of what a checkpoint holds."""
+    """Returns the items of a checkpoint, by name."""
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
 
 
@@ -99,18 +98,18 @@ def _hash(text: str) -> str:
 class Checkpoints:
     """The checkpoints of one run.
 
-    All hosts call its methods alike. The first host looks at the folder, and the others follow it.
+    All hosts call each method together. The first host looks at the folder, and the others follow its decision.
 
     Args:
-      run_dir: the run's folder; checkpoints lie in `run_dir/checkpoints/STEP`.
-      keep: newest checkpoints kept, None for all.
-      identity: what a checkpoint must agree with to be resumed: `{"data": {...}, "model": {...}}`.
-      warn: told of every checkpoint that is set aside.
-      num_loading_hosts: hosts that load data, written down for the next run.
-      run_id: of the run, written down as well.
+      run_dir: the run's folder; checkpoints are in `run_dir/checkpoints/STEP`.
+      keep: number of newest checkpoints to keep; None: all.
+      identity: facts that a checkpoint must share to be resumed: `{"data": {...}, "model": {...}}`.
+      warn: called for every checkpoint set aside.
+      num_loading_hosts: hosts that load data, recorded for the next run.
+      run_id: the run's id, recorded too.
 
     Attributes:
-      origin: what the run started from, which every checkpoint states if it is known.
+      origin: the source of the run's first parameters, recorded in every checkpoint if known.
     """
 
     def __init__(
@@ -124,39 +123,39 @@ class Checkpoints:
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
-        self._is_remote = is_remote(self._run_dir)  # then Orbax removes no leftovers, and tries again for minutes
+        self._is_remote = is_remote(self._run_dir)  # there Orbax removes no leftovers, and retries for minutes
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
         self.origin: RunOrigin[Any] | None = None
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
         self._opened: ocp.CheckpointManager | None = None
-        self._started = self._saved = 0  # the step whose save began last; the last that is known to be saved
+        self._started = self._saved = 0  # step of the last save begun; last step known to be saved
         self._stack = contextlib.ExitStack()
 
     @property
     def _manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager, opened at first use: a run that is refused before never starts its threads."""
+        """Orbax's manager, opened on first use, so that a refused run never starts its threads."""
         self._opened = self._opened or self._open()
         return self._opened
 
     def _open(self) -> ocp.CheckpointManager:
         self._folder.mkdir(exist_ok=True)
         in_store = self._is_remote
-        # A folder of an object store cannot be renamed: a file that is written last says that it is whole.
+        # Folders of an object store cannot be renamed; a file written last marks a whole one.
         staged = None
         if in_store:
             staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8)))
         mode = AtomicityMode.COMMIT_FILE if in_store else AtomicityMode.AUTO
-        # Unless the hosts are named, Orbax has them wait for each other in a program on all devices. Another thread may
-        # run programs there as well (it samples in reinforcement learning), in an order that differs between hosts.
+        # Name the hosts; otherwise Orbax synchronises them by a program on all devices. Another thread, such as
+        # reinforcement learning's sampler, may run programs there too, in different orders on different hosts.
         hosts = set(range(jax.process_count()))
         options = ocp.CheckpointManagerOptions(
             max_to_keep=self._keep,
-            create=False,  # it is there
+            create=False,  # exists already
             multiprocessing_options=MultiprocessingOptions(active_processes=hosts),
             cleanup_tmp_directories=not in_store,
             enable_async_checkpointing=True,
-            lightweight_initialize=in_store,  # else it reads an object of every checkpoint, for times that nobody asks
+            lightweight_initialize=in_store,  # otherwise reads an object of every checkpoint, for unused times
             atomicity_options=AtomicityOptions(mode=mode),
             temporary_path_class=staged,
             async_options=AsyncOptions(timeout_secs=COMMIT_S),
@@ -168,9 +167,9 @@ class Checkpoints:
         return self._stack.enter_context(contextlib.closing(manager))
 
     def _remove_unfinished(self) -> None:
-        """Removes from an object store what another start of the run left of a checkpoint.
+        """Removes remains of other starts' checkpoints from an object store.
 
-        The folders that checkpoints are copied from go first: a start that was stopped cannot go on to copy.
+        Staging folders go first, so that a suspended start cannot continue to copy.
         """
         with contextlib.suppress(FileNotFoundError):
             for name in sorted(subfolders(self._folder), key=lambda name: not name.startswith(BUILDING)):
@@ -178,16 +177,16 @@ class Checkpoints:
                     remove_tree(self._folder / name)
 
     def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
-        """Starts compiling what a save runs on device, so that the first save need not."""
+        """Starts compiling the programs of a save, ahead of the first one."""
         if self._checksums is array_checksums:
             compiled = background.start(partial(make, CHECKSUMS, partial(lower_checksums, abstract.saved)))
             self._checksums = lambda state: jax.device_get(compiled.result()(state))
 
     def newest(self) -> CheckpointRecord | None:
-        """Returns the record of the newest checkpoint whose JSON is sound; None if there is none.
+        """Returns the record of the newest checkpoint with sound JSON, or None.
 
         Raises:
-          ConfigError: the checkpoint is of another dataset, seed, tokenizer or model, or cannot be read.
+          ConfigError: the checkpoint has another dataset, seed, tokenizer or model, or cannot be read.
         """
 
         def look() -> dict[str, Any] | None:
@@ -202,7 +201,7 @@ class Checkpoints:
         return record
 
     def _look(self, step: int) -> tuple[str | None, Any]:
-        """Returns how the JSON of a checkpoint is damaged, and the JSON if it is sound."""
+        """Returns the damage of a checkpoint's JSON, or the JSON if it is sound."""
         try:
             record = read_record(self._folder / str(step))
         except DamagedError as error:
@@ -211,15 +210,15 @@ class Checkpoints:
         return None, record.to_json()
 
     def check_identity(self, record: CheckpointRecord, which: str) -> None:
-        """Raises ConfigError for a checkpoint of another dataset, seed, tokenizer or model; `which` names it."""
+        """Raises ConfigError for a checkpoint with another dataset, seed, tokenizer or model; `which` names it."""
         for part, mine in self._identity.items():
             theirs = (
                 {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
             )
             if part == "data" and END_TOKENS in mine:
-                theirs[END_TOKENS] = mine[END_TOKENS]  # which checkpoints made before do not state
-            theirs |= record.identity[part]  # a key that is newer than the checkpoint had its default
-            theirs.pop(OLD_BASE, None)  # compared when the base is read
+                theirs[END_TOKENS] = mine[END_TOKENS]  # missing in old checkpoints
+            theirs |= record.identity[part]  # keys newer than the checkpoint had their defaults
+            theirs.pop(OLD_BASE, None)  # compared on reading the base
             changes = [
                 f"{key}: {shown(repr(theirs.get(key)))} there, {shown(repr(mine.get(key)))} here"
                 for key in sorted(mine.keys() | theirs.keys())
@@ -232,17 +231,17 @@ class Checkpoints:
                 )
 
     def restore(self, abstract: TrainState, make: MakeExecutable = compile_here, after: int = -1) -> Restored | None:
-        """Returns the newest checkpoint that is whole, placed as `abstract` says; None if there is none.
+        """Restores the newest whole checkpoint onto the shardings of `abstract`; returns None if there is none.
 
-        Damaged ones are moved to `checkpoints-damaged/` with a warning.
+        Moves damaged ones to `checkpoints-damaged/`, with a warning.
 
         Args:
           abstract: shapes and places of the state.
-          make: gives the program of the checksums.
-          after: the step of a state that is taken unless a newer checkpoint is whole; -1: there is no such state.
+          make: makes the program of checksums.
+          after: the step of another available state; only newer checkpoints count; -1: none.
 
         Raises:
-          ConfigError: a checkpoint is of another dataset, seed, tokenizer, model or optimizer, or cannot be read.
+          ConfigError: a checkpoint has another dataset, seed, tokenizer, model or optimizer, or cannot be read.
         """
         restored, damages = None, {}
         for step in broadcast(partial(committed_steps, self._run_dir)):
@@ -271,7 +270,7 @@ class Checkpoints:
     def _restore_arrays(
         self, record: CheckpointRecord, abstract: TrainState, make: MakeExecutable
     ) -> tuple[Any, str | None]:
-        """Returns the state, or None and how it is damaged for one of the hosts."""
+        """Returns the state, or None and its damage on one of the hosts."""
         step = record.position.step
         items = ocp.args.Composite(**{name: restore_as(part) for name, part in _items(abstract)})
         restored, damage = read_arrays(lambda: self._manager.restore(step, args=items), self._folder / str(step))
@@ -284,14 +283,14 @@ class Checkpoints:
     def damage_of(
         self, record: CheckpointRecord, state: TrainState, abstract: TrainState, make: MakeExecutable
     ) -> str | None:
-        """Returns how a restored state differs from its record; None if it does not."""
+        """Compares a restored state with its record; returns the damage, or None."""
         if record.parameters is not None and self._checksums is array_checksums:
             program = make(CHECKSUMS, partial(lower_checksums, abstract.saved))
             self._checksums = lambda state: jax.device_get(program(state))
         return damage_of_state(record, state, self._checksums)
 
     def _read_ahead(self, record: CheckpointRecord) -> tuple[str | None, str | None]:
-        """Returns what a checkpoint holds for the batches ahead, and how it is damaged."""
+        """Reads the item `ahead` of a checkpoint; returns it, or its damage."""
         if record.ahead is None:
             return None, None
         path = self._folder / str(record.position.step) / "ahead" / "metadata"
@@ -322,15 +321,15 @@ class Checkpoints:
         )
 
     def save(self, state: TrainState, position: Position, ahead: str | None = None) -> None:
-        """Starts saving; returns once the arrays may be overwritten, the files follow in the background.
+        """Starts a save; returns when the arrays may be overwritten, and writes files in the background.
 
         Args:
           state: the state after the update.
-          position: the position there.
-          ahead: what the task needs for the batches ahead, besides.
+          position: the position after the update.
+          ahead: the task's data for the batches ahead.
 
         Raises:
-          TrainingError: the disk is full, perhaps already for the save before; what was saved earlier is whole.
+          TrainingError: the disk is full, possibly during the previous save; earlier saves are whole.
           ConfigError: the folder cannot be written.
         """
         record = self.record_of(state, position, ahead)
@@ -341,13 +340,13 @@ class Checkpoints:
                 items["ahead"] = ocp.args.JsonSave({"ahead": ahead})
             self._wait()
             self._manager.save(position.step, args=ocp.args.Composite(**items))
-            self._started, self._saved = position.step, self._started  # it waited for the save before
+            self._started, self._saved = position.step, self._started  # Orbax waited for the previous save
 
     def record_of(self, state: TrainState, position: Position, ahead: str | None = None) -> CheckpointRecord:
-        """Returns the record of a state, its checksums included; all hosts must call it."""
+        """Returns the record of a state with its checksums; all hosts must call it."""
         sums = self._checksums(state.saved)
         parameters, average = stored_parameters(state.params, sums), None
-        if state.average is not None:  # whose checksums are the last
+        if state.average is not None:  # its checksums come last
             average = stored_parameters(state.average, sums[-len(parameters) :])
         of_ahead = None if ahead is None else _hash(ahead)
         checksum = combined(sums)
@@ -357,11 +356,11 @@ class Checkpoints:
         )
 
     def has(self, step: int) -> bool:
-        """Returns whether a checkpoint of this step is saved or being saved."""
+        """Returns whether this step is saved or being saved."""
         return step in (self._opened.all_steps() if self._opened else committed_steps(self._run_dir))
 
     def close(self) -> None:
-        """Waits for the last save to commit; raises what `save` does."""
+        """Waits for the last save to commit; raises as `save` does."""
         with self._writing():
             self._wait()
             if self._opened:
@@ -371,18 +370,18 @@ class Checkpoints:
 
     @property
     def fate(self) -> str:
-        """What is known to be saved, in words."""
-        with contextlib.suppress(Exception):  # of a save that failed, which is told elsewhere
+        """The newest saved step, for messages."""
+        with contextlib.suppress(Exception):  # a failed save is reported elsewhere
             if self._opened and not self._opened.is_saving_in_progress():
-                self._opened.wait_until_finished()  # raises the error of its thread, which check_for_errors does not
+                self._opened.wait_until_finished()  # raises its thread's error; check_for_errors does not
                 self._saved = self._started
         saved = f"step {self._saved}" if self._saved else "nothing"
         return f"{saved} is saved" + ("" if self._started == self._saved else f", and perhaps step {self._started}")
 
     def _wait(self) -> None:
-        """Waits for the last save. If it takes long, looks whether the store still takes writes, and else gives it up.
+        """Waits for the last save. If it takes long, probes the store, and gives up if writes fail.
 
-        TensorStore tries again for minutes what a full or closed bucket refuses.
+        TensorStore retries writes to a full or closed bucket for minutes.
         """
         looked_at = time.monotonic()
         while self._is_remote and self._opened and self._opened.is_saving_in_progress():
@@ -396,7 +395,7 @@ class Checkpoints:
             self._saved = self._started
 
     def _give_up(self) -> None:
-        """Leaves the threads of a save to a store that fails behind: nobody waits for them, or is told once more."""
+        """Abandons the threads of a save to a failing store, silently."""
         if self._is_remote:
             self._opened = None
             self._stack.pop_all()
@@ -413,7 +412,7 @@ class Checkpoints:
                     raise failure from error
             try:
                 ask(str(self._folder / "a checkpoint"))
-            except LeaseLost:  # what failed may be the work of the process that holds the folder now
+            except LeaseLost:  # the failure may come from the folder's new holder
                 self._give_up()
                 raise
             raise

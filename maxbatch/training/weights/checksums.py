@@ -1,7 +1,7 @@
-"""Checksums of arrays, computed where the arrays are: the same for any sharding, number of devices and of hosts.
+"""Checksums of arrays, computed on their devices; equal for any sharding and number of devices and hosts.
 
-The checksum of an array is the sum modulo 2^32 of a hash of each word and its place. A word that changes always
-changes it; words that trade places, or another array in its stead, go unnoticed once in 2^32 cases.
+An array's checksum is the sum modulo 2^32 of a hash of each word and its index. A single changed word always changes
+it; swapped words or another array go unnoticed once in 2^32 cases.
 """
 
 from __future__ import annotations
@@ -23,35 +23,35 @@ from maxbatch.runs.position import CheckpointRecord, StoredParameter
 from maxbatch.system.hashing import mixed
 
 CHECKSUMS = "checksums"  # name of the compiled program
-# Of the Fibonacci lattice, so that no two places of an array that fits a device share a number by their pattern.
+# From the Fibonacci lattice, so that indices within a device's array do not collide in a pattern.
 _AXIS, _PLACE = np.uint32(0x9E3779B1), np.uint32(0xCC9E2D51)
 
 
 def array_checksums(arrays: Any) -> np.ndarray:
-    """Returns the checksum of every array of a tree, uint32[leaves]; every host of their mesh must call it."""
+    """Returns the checksum of every array of a tree, uint32[leaves]; all hosts of the mesh must call it."""
     sums: np.ndarray = jax.device_get(_program(_whole_on_all(arrays))(arrays))
     return sums
 
 
 def lower_checksums(abstract: Any) -> jax.stages.Lowered:
-    """Returns the program that sums the arrays of a tree, lowered for their shapes and places."""
+    """Lowers the checksum program for the shapes and shardings of a tree."""
     lowered: jax.stages.Lowered = _program(_whole_on_all(abstract)).lower(abstract)
     return lowered
 
 
 def combined(sums: np.ndarray) -> int:
-    """Returns one checksum, of 32 bits, for those of many arrays."""
+    """Combines the checksums of many arrays into one of 32 bits."""
     return zlib.crc32(np.asarray(sums).astype("<u4").tobytes())
 
 
 @jax.jit
 def word_sum(arrays: Any) -> jax.Array:
-    """Returns a uint32 sum of the words of every array, which older checkpoints have; it ignores their places."""
+    """Returns the uint32 sum of all words regardless of position, the checksum of older checkpoints."""
     return jnp.stack([_words(leaf).sum(dtype=jnp.uint32) for leaf in jax.tree.leaves(arrays)]).sum(dtype=jnp.uint32)
 
 
 def stored_parameters(params: State, sums: np.ndarray) -> dict[str, StoredParameter]:
-    """Returns what a checkpoint says of its parameters, by name; `sums` begins with their checksums."""
+    """Returns the facts of parameters for a checkpoint's JSON, by name; `sums` begins with their checksums."""
     leaves = jax.tree.leaves_with_path(params)
     return {
         parameter_name(path): StoredParameter(tuple(leaf.shape), str(leaf.dtype), int(checksum))
@@ -60,7 +60,7 @@ def stored_parameters(params: State, sums: np.ndarray) -> dict[str, StoredParame
 
 
 def damage_of_parameters(stored: dict[str, StoredParameter], params: State, sums: np.ndarray) -> str | None:
-    """Returns how parameters, some or all of a checkpoint's, differ from what it says of them; None if they do not."""
+    """Compares some or all of a checkpoint's parameters with its JSON; returns the difference, or None."""
     names = [parameter_name(path) for path, _ in jax.tree.leaves_with_path(params)]
     differing = [
         name
@@ -71,12 +71,12 @@ def damage_of_parameters(stored: dict[str, StoredParameter], params: State, sums
 
 
 def damage_of_state(record: CheckpointRecord, state: Any, sums_of: Callable[[Any], np.ndarray]) -> str | None:
-    """Returns how restored parameters and optimizer state differ from what their checkpoint says; None if they do not.
+    """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the difference, or None.
 
     Args:
       record: the checkpoint's JSON.
-      state: a `TrainState`, as it is saved.
-      sums_of: gives the checksums of its arrays.
+      state: the saved `TrainState`.
+      sums_of: computes the checksums of its arrays.
     """
     if record.parameters is None:
         return None if int(word_sum(state)) == record.checksum else "its arrays do not match their checksum"

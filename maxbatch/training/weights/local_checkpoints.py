@@ -1,14 +1,13 @@
 """Local checkpoints: each host keeps its newest shards on its own disk or RAM disk, between checkpoints of `run_dir`.
 
-Every host writes the blocks of the state that its devices hold into a folder of its own,
-`DIRECTORY/RUN/host-INDEX/STEP`. Where no other host (with several slices: no other slice) holds a block, the next one
-keeps a second copy, which reaches it through the devices. A state counts only where the hosts of a restart hold all of
-its blocks between them, so it commits by all hosts or by none; which of them held a block, and on which mesh, does not
-matter. A host that lacks a block receives it from one that has it.
+Every host writes the blocks on its devices to its own folder, `DIRECTORY/RUN/host-INDEX/STEP`. If no other host (with
+several slices: no other slice) holds a block, the next one keeps a second copy, sent through the devices. A state is
+usable only if the hosts of a restart have all its blocks together, so all hosts commit it or none does; the mesh and
+the hosts that wrote it do not matter. Hosts send each other missing blocks.
 
-Orbax has `experimental.emergency.CheckpointManager` for this. It is not used, because it keeps local copies only where
-one axis of the mesh holds at least two whole replicas, and restores only onto the mesh that saved, with as many hosts
-and devices. Plain files with checksums do without these limits, also on simulated hosts.
+Orbax's `experimental.emergency.CheckpointManager` is not used, because it needs a mesh axis with at least two whole
+replicas, and restores only onto the same mesh, hosts and devices. Plain files with checksums have no such limits, and
+work on simulated hosts.
 """
 
 from __future__ import annotations
@@ -56,11 +55,11 @@ from maxbatch.training.weights.shard_files import (
     write_part,
 )
 
-_MOST_SENT = 64 << 20  # bytes that one host sends to the others at a time
+_MOST_SENT = 64 << 20  # bytes per transfer from one host to the others
 
 
 class LocalState(NamedTuple):
-    """A state of which the hosts of this start hold all blocks between them."""
+    """A saved state whose blocks are all on the current hosts."""
 
     record: CheckpointRecord
     forms: tuple[ArrayForm, ...]
@@ -72,14 +71,14 @@ class LocalState(NamedTuple):
 
 
 class LocalCheckpoints:
-    """The local checkpoints of one run; all hosts call its methods alike.
+    """The local checkpoints of one run; all hosts call its methods together.
 
     Args:
-      directory: `local_checkpoint_directory`, of each host or shared by several.
-      run_dir: the folder of the run, whose states have a folder of their own.
-      identity: of the run; states of another one that had the same `run_dir` are removed.
-      checkpoints: those of the run, which give and check the records.
-      warn: told of every state that cannot be used, and of saves that fail.
+      directory: `local_checkpoint_directory`, per host or shared by several.
+      run_dir: the run's folder; names the folder of its states.
+      identity: the run's identity; states of another run with the same `run_dir` are removed.
+      checkpoints: the run's checkpoints, which make and check records.
+      warn: called for unusable states and failed saves.
 
     Raises:
       ConfigError: the folder cannot be made.
@@ -99,12 +98,12 @@ class LocalCheckpoints:
         with writing(f"local_checkpoint_directory={directory}", "give another folder"):
             self._own.mkdir(parents=True, exist_ok=True)
         self._writer = ThreadPoolExecutor(1, "maxbatch-local-checkpoint")
-        self._written: tuple[int, Future[None]] | None = None  # the save under way
-        self._has_warned = False  # of saves that fail, since the last that did not
-        self._passing: dict[int, Future[Any]] = {}  # by array: the program that sends its blocks to the next host
+        self._written: tuple[int, Future[None]] | None = None  # the current save
+        self._has_warned = False  # of failed saves since the last success
+        self._passing: dict[int, Future[Any]] = {}  # by array: the program that sends blocks to the next host
         self._parts: list[StoredPart] = []
-        self._damages: dict[int, str] = {}  # why a state cannot be used, by its step
-        self._foreign: set[int] = set()  # steps of the states of another run
+        self._damages: dict[int, str] = {}  # faults of unusable states, by step
+        self._foreign: set[int] = set()  # steps of another run's states
         self.states = self._look()  # newest first
 
     # --- finding ---
@@ -139,14 +138,14 @@ class LocalCheckpoints:
         return whole
 
     def _is_own(self, record: CheckpointRecord) -> bool:
-        """Returns whether a state is of this run; notes the step of another run's."""
+        """Returns whether a state is this run's; records the steps of other runs'."""
         is_own = self._identity.wrote(record.run_id)
         if not is_own:
             self._foreign.add(record.position.step)
         return is_own
 
     def _fault(self, state: LocalState) -> str | None:
-        """Returns why a state cannot be used; None if it is whole and of this run."""
+        """Returns the fault of a state; None if it is whole and this run's."""
         if name := missing_array(state.forms, set[str]().union(*state.held)):
             damaged = self._damages.get(state.step)
             return f"no host has the whole of {name}" + (f"; {damaged}" if damaged else "")
@@ -158,7 +157,7 @@ class LocalCheckpoints:
     # --- restoring ---
 
     def restore(self, state: LocalState, abstract: TrainState, make: MakeExecutable) -> Restored | None:
-        """Returns a state, placed as `abstract` says; None if it is damaged, which `resumed` tells."""
+        """Restores a state onto the shardings of `abstract`; None if damaged, which `resumed` reports."""
         arrays, damage = self._read(state, abstract.saved)
         if arrays is not None:
             damage = self._checkpoints.damage_of(state.record, arrays, abstract, make)
@@ -168,7 +167,7 @@ class LocalCheckpoints:
         return Restored(arrays, state.record.position)
 
     def _read(self, state: LocalState, abstract: TrainState) -> tuple[TrainState | None, str | None]:
-        """Returns the arrays, or None and how they are damaged."""
+        """Returns the arrays, or None and their damage."""
         leaves, tree = jax.tree.flatten(abstract)
         if _forms(abstract) != state.forms:
             return None, "its arrays are those of another optimizer"
@@ -202,9 +201,9 @@ class LocalCheckpoints:
         return arrays, None
 
     def resumed(self, step: int) -> None:
-        """Takes note that the run continues at a step: warns of newer states, which it removes.
+        """Warns of states newer than the step where the run continues, and removes them.
 
-        No later start may take them, since the updates after `step` are made again.
+        Later starts must not use them, since the updates after `step` are redone.
         """
         for other, why in sorted(self._damages.items(), reverse=True):
             if other > step:
@@ -215,7 +214,7 @@ class LocalCheckpoints:
                 f"{self._folder}: has local checkpoints of another run that had this run_dir (step {steps}), which are "
                 f"removed; training goes on from step {step}"
             )
-        gather(None)  # hosts that share the path have read what they need
+        gather(None)  # wait until hosts that share the path have read what they need
         foreign = {part.folder for part in self._parts if not self._identity.wrote(part.record.run_id)}
         for folder in state_folders(self._folder):
             if int(folder.name) > step or folder in foreign:
@@ -223,7 +222,7 @@ class LocalCheckpoints:
         for unfinished in self._folder.glob(f"host-*/{BUILDING}*"):
             remove_tree(unfinished)
         forget_whole(self._folder)
-        gather(None)  # none of them removes what another one writes from here on
+        gather(None)  # from here on, no host removes another's writes
         whole = (state.step for state in self.states if state.step <= step and state.step not in self._damages)
         if newest := max(whole, default=None):
             note_whole(self._own, newest)
@@ -232,7 +231,7 @@ class LocalCheckpoints:
     # --- saving ---
 
     def compile(self, abstract: TrainState, background: Background) -> None:
-        """Starts compiling what a save runs on the devices, so that the first save need not."""
+        """Starts compiling the programs of a save, ahead of the first one."""
         programs: dict[Any, Future[Any]] = {}
         for array, leaf in enumerate(jax.tree.leaves(abstract.saved)):
             if not _needs_a_copy(leaf):
@@ -244,13 +243,13 @@ class LocalCheckpoints:
             self._passing[array] = programs[form]
 
     def save(self, state: TrainState, position: Position) -> None:
-        """Starts saving; returns once the arrays may be overwritten. `settle` waits for the files."""
+        """Starts a save; returns when the arrays may be overwritten. `settle` waits for the files."""
         self.settle()
         record = self._checkpoints.record_of(state, position)
         leaves = jax.tree.leaves(state.saved)
         blocks = _blocks_here(leaves)
         programs = {array: program.result() for array, program in self._passing.items()}
-        gather(None)  # no host waits in a program for one that still compiles it
+        gather(None)  # so that no host waits inside a program that another still compiles
         for array, program in programs.items():
             sent = program(leaves[array])
             blocks |= {name: x for name, x in _received(array, leaves[array], sent) if name not in blocks}
@@ -258,7 +257,7 @@ class LocalCheckpoints:
         self._written = position.step, self._writer.submit(write_part, folder, record, forms, blocks)
 
     def settle(self) -> None:
-        """Waits until all hosts have written the last save. If one could not, none of them keeps it."""
+        """Waits until all hosts have written the last save; if one failed, all discard it."""
         if self._written is None:
             return
         (step, under_way), self._written = self._written, None
@@ -281,7 +280,7 @@ class LocalCheckpoints:
         self._has_warned = True
 
     def remove(self) -> None:
-        """Removes the states of a run that is complete: its last checkpoint is in `run_dir`."""
+        """Removes the states of a complete run, whose last checkpoint is in `run_dir`."""
         self.settle()
         gather(None)
         remove_tree(self._folder)
@@ -292,12 +291,12 @@ class LocalCheckpoints:
                 remove_tree(folder)
 
     def close(self) -> None:
-        """Waits for the file that is being written."""
+        """Waits for the current file."""
         self._writer.shutdown()
 
 
 def _key(record: CheckpointRecord, forms: Iterable[ArrayForm]) -> str:
-    """Returns a text that two hosts share only if their blocks are of one state."""
+    """Returns a key that is equal only for blocks of the same state."""
     return f"{record.to_json()['json_checksum']} {tuple(forms)}"
 
 
@@ -312,7 +311,7 @@ def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
 
 
 def _blocks_here(leaves: Iterable[jax.Array]) -> dict[str, np.ndarray]:
-    """Returns copies of the blocks that the devices of this host hold, each once."""
+    """Copies the blocks on this host's devices, each once."""
     shards = {
         block_name(array, _spans(shard.index, leaf.shape)): shard.data
         for array, leaf in enumerate(leaves)
@@ -332,9 +331,9 @@ def _host(device: jax.Device) -> int:
 
 
 def _needs_a_copy(leaf: Any) -> bool:
-    """Returns whether a block of an array is held by a single host, or a single slice, of several."""
+    """Returns whether any block of an array is on a single host, or a single slice, of several."""
     devices = list(leaf.sharding.mesh.devices.flat)
-    # What is lost at once: a slice where there are several, else a host.
+    # The unit of loss: a slice if there are several, else a host.
     unit = slice_of if num_slices(devices) > 1 else _host
     holders: dict[Spans, set[int]] = defaultdict(set)
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
@@ -344,9 +343,9 @@ def _needs_a_copy(leaf: Any) -> bool:
 
 
 def _next_places(sharding: NamedSharding) -> list[int]:
-    """Returns, for each place of the mesh, the place of the device that keeps the second copy of its block.
+    """Returns, for each mesh position, the position of the device with the second copy of its block.
 
-    It is the device of the same number in the next host, or in the host of the same number of the next slice.
+    It is the device of the same index on the next host, or on the host of the same index in the next slice.
     """
     devices = list(sharding.mesh.devices.flat)
     hosts: dict[int, list[int]] = defaultdict(list)
@@ -360,7 +359,7 @@ def _next_places(sharding: NamedSharding) -> list[int]:
 
 
 def _passed_on(sharding: NamedSharding) -> Any:
-    """Returns the program that sends each block of an array on; its result has the blocks side by side."""
+    """Returns a program that sends each block of an array onwards; its result has the blocks side by side."""
     axes, pairs = sharding.mesh.axis_names, list(enumerate(_next_places(sharding)))
 
     def send(block: jax.Array) -> jax.Array:
@@ -372,7 +371,7 @@ def _passed_on(sharding: NamedSharding) -> Any:
 
 
 def _received(array: int, leaf: jax.Array, sent: jax.Array) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the blocks that the devices of this host received."""
+    """Yields the blocks received by this host's devices."""
     sharding = leaf.sharding
     assert isinstance(sharding, NamedSharding), "the state lies on the mesh"
     devices, indices = list(sharding.mesh.devices.flat), sharding.devices_indices_map(leaf.shape)
@@ -386,7 +385,7 @@ def _received(array: int, leaf: jax.Array, sent: jax.Array) -> Iterator[tuple[st
 
 
 def _wanted(leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_hosts: int) -> list[set[str]]:
-    """Returns, by host, the blocks that its devices need."""
+    """Returns the blocks needed by each host's devices."""
     blocks: dict[int, dict[Spans, str]] = defaultdict(dict)
     for name in names:
         array, spans = block_of(name)
@@ -398,7 +397,7 @@ def _wanted(leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_ho
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
         }
         for host, target in targets:
-            if target in blocks[array]:  # the same mesh as before
+            if target in blocks[array]:  # same mesh as before
                 wanted[host].add(blocks[array][target])
             else:
                 wanted[host].update(name for spans, name in blocks[array].items() if _common(spans, target) is not None)
@@ -406,13 +405,13 @@ def _wanted(leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_ho
 
 
 def _common(one: Spans, other: Spans) -> Spans | None:
-    """Returns the rectangle that two rectangles share; None if it is empty."""
+    """Returns the intersection of two rectangles; None if empty."""
     both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
     return both if all(first < last for first, last in both) else None
 
 
 def _senders(wanted: list[set[str]], held: list[set[str]]) -> list[set[str]]:
-    """Returns, by host, the blocks that it sends to those that need and lack them."""
+    """Returns the blocks that each host sends to hosts that lack them."""
     sent = [set[str]() for _ in held]
     for mine, has in zip(wanted, held, strict=True):
         for name in mine - has:
@@ -423,9 +422,9 @@ def _senders(wanted: list[set[str]], held: list[set[str]]) -> list[set[str]]:
 def _sent(
     host: int, names: list[str], forms: tuple[ArrayForm, ...], blocks: Mapping[str, np.ndarray], wanted: set[str]
 ) -> dict[str, np.ndarray]:
-    """Returns those blocks that one host sends and this one wants; all hosts call it.
+    """Receives the blocks that one host sends and this one wants; all hosts call it.
 
-    They go through the devices, as pieces of one size, so that a single program sends them all.
+    They go through the devices in pieces of equal size, so that one program sends them all.
     """
     sizes = [np.dtype(forms[block_of(name)[0]].dtype).itemsize * _size(name) for name in names]
     total = sum(sizes)
@@ -451,7 +450,7 @@ def _size(name: str) -> int:
 
 
 def _assembled(leaf: jax.ShapeDtypeStruct, blocks: Iterable[tuple[Spans, np.ndarray]]) -> jax.Array:
-    """Returns an array, made of blocks that cover the shards of this host."""
+    """Builds an array from blocks that cover this host's shards."""
     made: dict[Spans, np.ndarray] = {}
 
     def shard(index: tuple[slice, ...] | None) -> np.ndarray:

@@ -1,11 +1,11 @@
-"""Orbax, as checkpoints use it: arrays on disk and in object stores, and the causes of its errors.
+"""Orbax for checkpoints: arrays on disk and in object stores, and the causes of its errors.
 
-Orbax reaches its small files in object stores through etils.epath, whose clients give up within a minute: here they are
-tried again within the house's own bound. Arrays go through TensorStore.
+Orbax's small files in object stores go through etils.epath, whose clients give up within a minute; here their requests
+are retried within the command's patience. Arrays go through TensorStore.
 
-TensorStore's threads ask nobody whether the run still holds its lease. So a checkpoint is written into a folder whose
-name only this start of the run has, and copied to its own place once it is whole. Whoever takes the lease over removes
-such folders first: from then on there is nothing that a writer who was stopped could still copy.
+TensorStore's threads do not check the run's lease. So a checkpoint is first written to a folder unique to this start of
+the run, and copied into place when whole. The next holder of the lease first removes such folders, so that a suspended
+writer has nothing left to copy.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ from maxbatch.system.stores import STORES
 T = TypeVar("T")
 AnyText = str | os.PathLike[str]
 
-# Hosts wait for each other while one of them waits for the store: that one is to give up first, and say why.
+# Hosts wait for each other while one waits for the store; that host should give up first, with the cause.
 BARRIER_S = 2 * int(Patience.seconds)
-COMMIT_S = 2 * BARRIER_S  # for the whole of a save
-OTHER_ARRAYS = "tree structures do not match"  # Orbax, where the arrays are not those that were asked for
-_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing, or is something else
+COMMIT_S = 2 * BARRIER_S  # for a whole save
+OTHER_ARRAYS = "tree structures do not match"  # Orbax's message if the stored arrays differ from the requested ones
+_DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing or of another kind
 _failed_loops: list[asyncio.AbstractEventLoop] = []
 
 
 def arrays_handler() -> ocp.PyTreeCheckpointHandler:
     """Returns a handler that writes each shard from one of its replicas.
 
-    Slicing a shard over all its replicas, which is Orbax's default, would compile during training.
+    Orbax's default, slicing a shard over all replicas, would compile during training.
     """
     let_failed_arrays_end_quietly()
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -67,20 +67,20 @@ def arrays_handler() -> ocp.PyTreeCheckpointHandler:
 
 
 def restore_as(abstract: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
-    """Returns Orbax's request for arrays that are placed as `abstract` says; `partial`: there may be others."""
+    """Returns Orbax's request for arrays on the shardings of `abstract`; `partial`: there may be others."""
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     return ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
 
 
 @functools.cache
 def let_orbax_reach_stores() -> None:
-    """Teaches Orbax the place of every store, and to wait, with the hosts of a run, for one that does not answer.
+    """Teaches Orbax to find every store, and to wait longer for hosts and stores.
 
-    Orbax knows their commit protocol but names only gs:// to TensorStore. It has no public way to name others; it asks
-    two functions for the place of every array. Nor can it be told how long hosts wait for each other while a checkpoint
-    begins (0.12.8). Epath has no public way to name a backend; it looks them up in a table (etils 1.15).
+    Orbax knows the stores' commit protocol but only passes gs:// to TensorStore. It has no public way to add others, so
+    two of its functions are replaced; the same for the hosts' timeout at the start of a checkpoint (0.12.8). Epath has
+    no public way to add a backend, so its table is changed (etils 1.15).
     """
-    # By here its own normalisation has made one slash of two after any scheme but gs.
+    # Orbax has by now reduced two slashes to one after schemes other than gs.
     tensorstore_utils._use_gcs_driver = lambda folder: folder.partition(":/")[0] in STORES
     gcs_utils.get_kvstore_for_gcs = kvstore
     for scheme in STORES:
@@ -109,32 +109,32 @@ def plain_path(folder: AnyPath) -> Iterator[Path]:
 
 
 def os_error(error: Exception, path: AnyPath) -> OSError | None:
-    """Returns the system's error behind a failed read or write; None if a file is missing or its content is bad.
+    """Returns the system's error behind a failed read or write; None for missing files and bad content.
 
-    TensorStore raises ValueError and names the system's error in its text.
+    TensorStore raises ValueError with the system's error in its text.
     """
     if is_remote(path):
         return refusal(error, str(path))
     code = re.search(r"os_error_code='(\d+)'", str(error))
     if code:
         error = OSError(int(code[1]), os.strerror(int(code[1])))
-    if isinstance(error, FileNotFoundError):  # Orbax raises it without a number
+    if isinstance(error, FileNotFoundError):  # Orbax raises it without an errno
         return None
     return error if isinstance(error, OSError) and error.errno not in _DAMAGED else None
 
 
 def read_arrays(read: Callable[[], T], checkpoint: AnyPath) -> tuple[T | None, str | None]:
-    """Reads arrays of a checkpoint; returns them, or None and how they are damaged for one of the hosts.
+    """Reads arrays of a checkpoint; returns them, or None and their damage on one of the hosts.
 
     Raises:
-      ConfigError, TrainingError: the system or the store does not let them be read.
+      ConfigError, TrainingError: the system or the store refuses the read.
     """
     found, damage = None, None
     try:
         found = read()
     except (MemoryError, jax.errors.JaxRuntimeError):
         raise
-    except Exception as error:  # a damaged file can make the reader raise anything
+    except Exception as error:  # damaged files can raise anything
         if failure := os_error(error, checkpoint):
             with reading(checkpoint):
                 raise failure from error
@@ -145,25 +145,25 @@ def read_arrays(read: Callable[[], T], checkpoint: AnyPath) -> tuple[T | None, s
 
 @functools.cache
 def let_failed_arrays_end_quietly() -> None:
-    """Makes Orbax print nothing about a save or restore that fails: the error it raises is enough.
+    """Silences Orbax's prints about a failed save or restore; it also raises the error.
 
-    Orbax has no public way to run its coroutines elsewhere (0.12.8).
+    Orbax has no public way to choose the event loop (0.12.8).
     """
     logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
     asyncio_utils._run_sync_via_new_loop = _run_on_new_loop
 
 
 def _run_on_new_loop(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine on an event loop of its own. If the coroutine fails, the loop is kept open.
+    """Runs a coroutine on a new event loop, which stays open if the coroutine fails.
 
-    TensorStore reports every array to the loop. It prints a traceback for each one that finds the loop closed.
+    TensorStore reports every array to the loop, and prints a traceback if the loop is closed.
     """
     loop = asyncio.new_event_loop()
     try:
         asyncio.set_event_loop(loop)
         result = loop.run_until_complete(coroutine)
     except BaseException:
-        loop.set_exception_handler(lambda _, context: None)  # of tasks that nobody waits for any more
+        loop.set_exception_handler(lambda _, context: None)  # of abandoned tasks
         _failed_loops.append(loop)
         raise
     finally:
@@ -173,9 +173,9 @@ def _run_on_new_loop(coroutine: Coroutine[Any, Any, T]) -> T:
 
 
 def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
-    """Returns how Orbax saves the steps in a folder: each in a folder with `token` in its name, and copied when whole.
+    """Returns a class with which Orbax saves each step in a folder named with `token`, and copies it when whole.
 
-    The file that says that a checkpoint is whole is copied last.
+    The file that marks a whole checkpoint is copied last.
     """
 
     def publish(staging: AnyPath, final: AnyPath) -> None:
@@ -187,7 +187,7 @@ def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
         def from_final(cls, final_path: epath.Path, **options: Any) -> Staged:
             is_step = os.fspath(final_path.parent) == str(folder)
             name = f"{fences.BUILDING}{token}-{final_path.name}"
-            staging = final_path.parent / name if is_step else final_path  # an item of a step is within its folder
+            staging = final_path.parent / name if is_step else final_path  # an item stays within its step
             options.pop("snapshot_type", None)
             return cls(staging, final_path, **options)
 
@@ -203,7 +203,7 @@ def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
 
 
 class PatientFiles(backend._FileSystemSpecBackend):
-    """Epath's files of object stores, whose requests are made again until the patience of the command ends."""
+    """Epath's backend for object stores, with requests retried within the command's patience."""
 
     def open(self, path: AnyText, mode: str) -> IO[Any]:
         there = as_path(path)
@@ -214,7 +214,7 @@ class PatientFiles(backend._FileSystemSpecBackend):
         return as_path(path).exists()
 
     def isdir(self, path: AnyText) -> bool:
-        return as_path(path).is_dir()  # fsspec's own says no where the store does not answer
+        return as_path(path).is_dir()  # fsspec's own returns False if the store does not answer
 
     def listdir(self, path: AnyText) -> list[str]:
         return _patiently(path, partial(super().listdir, path))
@@ -232,8 +232,8 @@ class PatientFiles(backend._FileSystemSpecBackend):
         _patiently(path, partial(super().makedirs, path, exist_ok=exist_ok, mode=mode))
 
     def rmtree(self, path: AnyText) -> None:
-        # Object by object: S3 answers a removal of many by 200 and an error per key, which its client passes over.
-        # The file that says that a checkpoint is whole goes first.
+        # One by one: S3 answers a bulk removal with 200 and errors per key, which its client ignores. The file that
+        # marks a whole checkpoint goes first.
         folder = as_path(path)
         (folder / COMMITTED_FILE).unlink(missing_ok=True)
         remove_tree(folder)
@@ -244,7 +244,7 @@ class PatientFiles(backend._FileSystemSpecBackend):
 
 
 class _Written(io.BytesIO):
-    """A file that is written into an object when it is closed."""
+    """A file written to an object on close."""
 
     def __init__(self, path: AnyPath) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _Written(io.BytesIO):
 
 
 def _patiently(path: AnyText, request: Callable[[], T]) -> T:
-    """Makes a request until the store answers; Orbax sees a refusal as the client raises it."""
+    """Retries a request until the store answers; Orbax gets refusals as the client raises them."""
     try:
         return persist(os.fspath(path), request)
     except StoreRefused as refused:

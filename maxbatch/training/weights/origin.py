@@ -1,8 +1,8 @@
-"""What a run starts from: pinned in its checkpoints, so that a resume reads the same again or is refused.
+"""The origin of a run's first parameters, pinned in its checkpoints, so that a resume reads the same or is refused.
 
-A resume reads it again where it needs more than the checkpoint holds: the model below adapters, the reference of GRPO,
-the reference of pairs that were not read before. Of a run that trains on it takes the pinned checkpoint, not the
-newest. Any path will do whose content is that of the pin.
+A resume reads it again for data missing in the checkpoint: the model below adapters, GRPO's reference, the reference of
+new pairs. If the origin is a run that trains on, it takes the pinned checkpoint, not the newest. Any path with the
+pinned content works.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from maxbatch.training.weights.checkpoint_reading import is_checkpoint
 
 
 class Identified(Protocol):
-    """A source of parameters whose content has an identity."""
+    """A source of parameters with an identity of its content."""
 
     @property
     def identity(self) -> str:
-        """A hash of its content, equal in whichever folder it is; all hosts of a run ask for it together."""
+        """A hash of its content, independent of its folder; all hosts of a run compute it together."""
 
     def identity_like(self, other: str) -> str:
-        """Returns the identity in the form of another one, to compare both; all hosts of a run ask together."""
+        """Returns the identity in another's form, for comparison; all hosts of a run call it together."""
 
     @property
     def old_identity(self) -> str:
-        """The identity that checkpoints of adapters made before origins were pinned state."""
+        """The identity in old checkpoints of adapters, from before origins were pinned."""
 
     @property
     def step(self) -> int | None:
@@ -44,19 +44,18 @@ S = TypeVar("S", bound=Identified)
 def open_origin(
     open_at: Callable[[str], S], key: str, path: str, pin: Origin | None, old_base: str | None, whose: str
 ) -> tuple[S, Origin]:
-    """Opens what a run starts from; all its hosts call this.
+    """Opens the origin of a run; all hosts call it.
 
     Args:
       open_at: opens a path.
       key: the config key that states the path.
-      path: of a run folder the checkpoint of the pinned step is taken, without a pin the newest that the first host
-        sees.
-      pin: the origin that must be there; None: any.
-      old_base: the old identity that must be there if there is no pin; None: any.
+      path: in a run folder, takes the checkpoint of the pinned step, or without a pin the first host's newest.
+      pin: the required origin; None: any.
+      old_base: the required old identity if there is no pin; None: any.
       whose: names the run, for messages.
 
     Raises:
-      ConfigError: there is no such source, its content is not that of the pin, or the hosts have different ones.
+      ConfigError: there is no such source, its content differs from the pin, or the hosts' sources differ.
     """
     stated = f"{key}={shown(repr(path))}"
     step = pin.step if pin else broadcast(lambda: _newest_step(path))
@@ -103,17 +102,17 @@ def _newest_step(path: str) -> int | None:
 
 
 class RunOrigin(Generic[S]):
-    """What the first parameters of a run are read from, opened once.
+    """The source of a run's first parameters, opened once.
 
     Args:
       open_at: opens a path.
       key: the config key that states it.
-      path: where it is, as stated; empty if the parameters are made.
+      path: the stated path; empty for new parameters.
       run_dir: the run's folder.
-      record: of the run's newest checkpoint; None for a new run.
+      record: the record of the run's newest checkpoint; None for a new run.
 
     Attributes:
-      pin: what checkpoints state of it; None until it is read, and while a run from before pins need not read it.
+      pin: its record in checkpoints; None until it is read, which runs from before pins may not need.
     """
 
     def __init__(
@@ -130,14 +129,14 @@ class RunOrigin(Generic[S]):
 
     @property
     def mark(self) -> str:
-        """A text that tells these first parameters from others of the same model and seed; empty if not known."""
+        """A text that distinguishes these first parameters from others of the same model and seed; empty if unknown."""
         return "" if self.pin is None else self.pin.identity or self.pin.key
 
     def source(self) -> S | None:
-        """Returns what is to be read; None if the parameters are made. All hosts call it.
+        """Returns the source to read; None for new parameters. All hosts call it.
 
         Raises:
-          ConfigError: it is not there, is not what the run started from, or differs between the hosts.
+          ConfigError: the source is missing, is not the run's origin, or differs between hosts.
         """
         if self._source is None:
             pin, whose = self.pin, f"the run in run_dir={self._run_dir}"

@@ -1,6 +1,6 @@
-"""Parameters on their way into a run or a command: open their source, read its config, place them, merge adapters.
+"""Loading of parameters: open a source, read its config, place the parameters, merge adapters.
 
-A source is a checkpoint, named itself or the newest of a run, or a Hugging Face folder.
+A source is a named checkpoint, a run's newest checkpoint, or a Hugging Face folder.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.checkpoint_reading import Adapting, StoredCheckpoint
 from maxbatch.training.weights.origin import Identified, RunOrigin, open_origin
 
-Reader = Callable[[State], State]  # from shapes, types and places of parameters to the parameters
+Reader = Callable[[State], State]  # (shapes, types and shardings) -> parameters
 
 
 class Source(Identified, Protocol):
-    """A model on disk or in an object store, or the adapters of one."""
+    """A model, or a model's adapters, on disk or in an object store."""
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config of the model, with "key=value" texts over it.
@@ -45,26 +45,26 @@ class Source(Identified, Protocol):
         """Returns the run of the adapters that it holds; None if it holds a whole model."""
 
     def open(self, config: ModelConfig, abstract_params: State) -> Reader:
-        """Returns a function that reads what it holds: all of `abstract_params`, or some of them.
+        """Returns a function that reads the parameters, all of `abstract_params` or some of them.
 
-        Headers and records are read at once, values when the function is called.
+        Headers and records are read now, values when the function is called.
 
         Raises:
-          ConfigError: the headers and records do not fit the shapes.
+          ConfigError: headers or records do not fit the shapes.
         """
 
 
 def open_source(path: str | Path, averaged: bool = False) -> Source:
-    """Returns the source at a path: a run folder (its newest checkpoint), one of its `checkpoints/STEP`, a Hugging
-    Face folder, or the model of a name of the Hugging Face hub.
+    """Opens the source at a path: a run folder (its newest checkpoint), `checkpoints/STEP` in it, a Hugging Face
+    folder, or a model's name on the Hugging Face hub.
 
     Args:
-      averaged: whether its parameters are the average that its run keeps (`parameter_average_half_life`).
+      averaged: whether to read the run's average of the parameters (`parameter_average_half_life`).
 
     Raises:
-      ConfigError: there is none, or it has no average.
+      ConfigError: there is no source, or it has no average.
     """
-    folder_of(path)  # raises for a name of the hub that names nothing
+    folder_of(path)  # raises for an unknown name on the hub
     if not is_huggingface_folder(path):
         return StoredCheckpoint(path, averaged)
     if averaged:
@@ -74,12 +74,12 @@ def open_source(path: str | Path, averaged: bool = False) -> Source:
 
 
 def open_parameters(source: Source, config: ModelConfig, abstract_params: State) -> Reader:
-    """Returns a function that reads parameters of a whole model: those of `abstract_params`, or some of them.
+    """Returns a function that reads a whole model's parameters, all of `abstract_params` or some of them.
 
-    Adapters are merged into the model that they adapt. No values are read before the function is called.
+    Adapters are merged into their base model. Values are read only when the function is called.
 
     Raises:
-      ConfigError: the source, or the model that it adapts, does not fit.
+      ConfigError: the source, or its base model, does not fit.
     """
     adapting = source.adapting()
     if adapting is None:
@@ -91,7 +91,7 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
     where = somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
     placed_adapters = placed(adapters.abstract(abstract_params), where)
     read_base, read_adapters = open_parameters(base, config, abstract_params), source.open(config, placed_adapters)
-    trained = cache(lambda: read_adapters(placed_adapters))  # a model is read in several parts
+    trained = cache(lambda: read_adapters(placed_adapters))  # a model is read in parts
 
     def read(part: State) -> State:
         shardings = jax.tree.map(lambda x: x.sharding, part)
@@ -121,7 +121,7 @@ class FirstParameters:
 
 
 def placed(params: State, where: Mesh | jax.Device) -> State:
-    """Returns the shapes of parameters with their places: their shards of a mesh, or one device."""
+    """Adds shardings to abstract parameters: on a mesh, or on one device."""
     if isinstance(where, Mesh):
         shardings = parameter_shardings(params, where)
     else:
@@ -133,7 +133,7 @@ def placed(params: State, where: Mesh | jax.Device) -> State:
 
 
 def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[Any], State]:
-    """Returns the model graph and the parameters of a source, on a mesh or (None) on the first device.
+    """Reads the model graph and parameters of a source onto a mesh, or (None) the first device.
 
     Raises:
       ConfigError: the source does not fit the config, or is damaged.
@@ -144,7 +144,7 @@ def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) ->
 
 
 def load_adapters(path: str | Path, averaged: bool = False) -> tuple[Config, State, Adapters, State]:
-    """Returns the config of a run with adapters, the shapes of the model that they adapt, and the adapters.
+    """Returns the config of a run with adapters, the shapes of its base model, and the adapters.
 
     Raises:
       ConfigError: there is no such run or checkpoint, or it has no adapters.

@@ -1,7 +1,7 @@
-"""The files of one host's part of a local checkpoint: blocks of arrays, each with its place and a checksum; no JAX.
+"""Files of one host's part of a local checkpoint: blocks of arrays, with positions and checksums; no JAX.
 
-A block is a rectangle of an array, as one device held it. Its name, such as `3:0-16,0-64`, gives the array by its place
-among all arrays of the state, and the first and the last index, exclusive, of each dimension.
+A block is a rectangle of an array, the shard of one device. Its name, such as `3:0-16,0-64`, gives the array's index in
+the state, and the first and the last index, exclusive, of each dimension.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import ml_dtypes  # noqa: F401  numpy knows bfloat16 by its name from here on
+import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
 from maxbatch.runs.position import CheckpointRecord, DamagedError
@@ -28,7 +28,7 @@ from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path, remove_tree
 
 _JSON, _BLOCKS, _WHOLE = "state.json", "blocks.bin", "newest-whole"
-_ALIGNED = 64  # bytes, so that a block can be read into whole lines of memory
+_ALIGNED = 64  # bytes, so that blocks are read into whole cache lines
 _THREADS = 4
 _MOST_BYTES = 64 << 20  # of the JSON
 _MOST_DIGITS = 20  # of a step
@@ -60,7 +60,7 @@ class StoredPart(NamedTuple):
     places: Mapping[str, Place]  # by the name of the block
 
     def read(self, name: str) -> np.ndarray | None:
-        """Returns a block, None if it is damaged."""
+        """Reads a block; None if it is damaged."""
         array, spans = block_of(name)
         shape, dtype = sides(spans), np.dtype(self.forms[array].dtype)
         place, size = self.places[name], math.prod(shape) * dtype.itemsize
@@ -74,35 +74,35 @@ class StoredPart(NamedTuple):
 
 
 def run_name(run_dir: AnyPath) -> str:
-    """Returns the name of the folder that holds the states of a run."""
+    """Returns the name of the folder of a run's states."""
     return f"run-{hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=8).hexdigest()}"
 
 
 def state_folders(folder: Path) -> Iterator[Path]:
-    """Yields the folders of the states in the folder of a run, of this host and of others that share its path."""
+    """Yields the folders of states in a run's folder, of this host and others that share the path."""
     for host in folder.glob("host-*"):
         yield from (state for state in host.iterdir() if state.name.isdecimal())
 
 
 def note_whole(host: Path, step: int) -> None:
-    """Notes in the folder of a host that all hosts of its run hold a state between them.
+    """Records in a host's folder that all hosts of its run have a whole state together.
 
-    The note is for messages alone. On a full disk the one before stays, of an older state.
+    The note is only for messages. On a full disk the previous note, of an older state, is kept.
     """
     with contextlib.suppress(OSError), writing_atomically(host / _WHOLE) as file:
         file.write(str(step).encode())
 
 
 def forget_whole(folder: Path) -> None:
-    """Removes such notes from the folder of a run, also those of hosts that share its path and are gone."""
+    """Removes the notes of `note_whole` from a run's folder, including those of lost hosts."""
     for note in folder.glob(f"host-*/{_WHOLE}"):
         note.unlink(missing_ok=True)
 
 
 def saved_here(directory: str, run_dir: AnyPath) -> int | None:
-    """Returns the newest step that local checkpoints are known to hold whole; None if there is none.
+    """Returns the newest step known to be whole in local checkpoints, or None.
 
-    The folders of states do not tell: other hosts may not have written theirs, and a host that took its state from the
+    Folders of states are no proof: other hosts may not have written theirs, and a host that received its state from
     others has none.
     """
     folder = Path(str(as_path(directory))) / run_name(run_dir)
@@ -116,7 +116,7 @@ def block_name(array: int, spans: Spans) -> str:
 
 
 def block_of(name: str) -> tuple[int, Spans]:
-    """Returns the array and the rectangle that a name gives; ValueError for any other text."""
+    """Parses a block's name into array and rectangle; raises ValueError for other text."""
     array, _, rest = name.partition(":")
     spans = [one.partition("-") for one in rest.split(",")] if rest else []
     return int(array), tuple((int(first), int(last)) for first, _, last in spans)
@@ -135,10 +135,10 @@ def bytes_of(block: np.ndarray) -> np.ndarray:
 def write_part(
     folder: Path, record: CheckpointRecord, forms: Sequence[ArrayForm], blocks: Mapping[str, np.ndarray]
 ) -> None:
-    """Writes a host's part of a state, whole or not at all; it is on disk when the function returns.
+    """Writes a host's part of a state atomically and durably.
 
     Raises:
-      OSError: it cannot be written, for instance since the disk is full; nothing is left of it.
+      OSError: the write failed, for instance on a full disk; nothing is left.
     """
     building = folder.parent / f"{BUILDING}{secrets.token_hex(8)}"
     try:
@@ -169,7 +169,7 @@ def _write_blocks(path: Path, blocks: Mapping[str, np.ndarray]) -> dict[str, Pla
         def write(name: str) -> Place:
             content = bytes_of(blocks[name]).data
             written = 0
-            while written < len(content):  # the system takes at most 2 GB at a time
+            while written < len(content):  # the system writes at most 2 GB at a time
                 written += os.pwrite(file.fileno(), content[written:], offsets[name] + written)
             return Place(offsets[name], zlib.crc32(content))
 
@@ -179,10 +179,10 @@ def _write_blocks(path: Path, blocks: Mapping[str, np.ndarray]) -> dict[str, Pla
 
 
 def read_part(folder: Path) -> StoredPart:
-    """Returns a host's part of a state; its blocks are checked when they are read.
+    """Reads a host's part of a state; blocks are checked when read.
 
     Raises:
-      DamagedError: its JSON is missing, or cannot be trusted.
+      DamagedError: its JSON is missing or invalid.
     """
     try:
         content = bounded.read_json(folder / _JSON, str(folder / _JSON), most_bytes=_MOST_BYTES, finite=False)
@@ -196,7 +196,7 @@ def read_part(folder: Path) -> StoredPart:
 
 
 def read_blocks(parts: Iterable[StoredPart], names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Returns those blocks of which one of the parts has a sound copy."""
+    """Reads the blocks that have a sound copy in one of the parts."""
 
     def read(name: str) -> np.ndarray | None:
         copies = (part.read(name) for part in parts if name in part.places)
@@ -209,7 +209,7 @@ def read_blocks(parts: Iterable[StoredPart], names: Iterable[str]) -> dict[str, 
 
 
 def missing_array(forms: Sequence[ArrayForm], names: Iterable[str]) -> str | None:
-    """Returns the name of an array that the blocks do not cover; None if they hold the whole state."""
+    """Returns the name of an array not covered by the blocks, or None."""
     covered = [0] * len(forms)
     for array, spans in map(block_of, names):
         covered[array] += math.prod(sides(spans))
