@@ -18,9 +18,10 @@ from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
-from maxbatch.parallel.cpu_devices import give_cpu_devices_threads, watch_cpu_devices
+from maxbatch.parallel.device_watch import watch_cpu_devices
 from maxbatch.system.child_process import continue_stopped_children
 from maxbatch.system.command_start import mark_start
+from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, reason, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
-import random
 import signal
-import socket
 import subprocess
 import tempfile
 import time
 from collections.abc import Sequence
 
 from maxbatch.commands.arguments import check_at_most
-from maxbatch.parallel.cpu_devices import make_cpu_devices
 from maxbatch.parallel.deaths import LastSaved, death_of, silence_of
 from maxbatch.plan.mesh_shape import check_divides
 from maxbatch.system.child_process import is_stopped, last_line, start_child
+from maxbatch.system.cpu_devices import make_cpu_devices, variables_of_host
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, report
+from maxbatch.system.ports import free_port
 from maxbatch.system.stopping import Stopping
 
 _MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
@@ -61,14 +59,7 @@ def run_hosts(arguments: Sequence[str], num_hosts: int, last_saved: LastSaved, h
         hosts: list[subprocess.Popen[bytes]] = []
         closing.callback(_end, hosts)
         for index, output in enumerate([None, *logs]):
-            variables = {
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}",
-                "JAX_NUM_PROCESSES": str(num_hosts),
-                "JAX_PROCESS_ID": str(index),
-                "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
-                "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"),
-            }
-            hosts.append(start_child(arguments, output, variables=variables))
+            hosts.append(start_child(arguments, output, variables=variables_of_host(port, num_hosts, index)))
         stopped = _Stopped(hosts, heartbeat_timeout_s)
         failed = _first_failed(hosts, stop, stopped)
         if stopped.dead is not None:
@@ -162,21 +153,3 @@ def _end(hosts: Sequence[subprocess.Popen[bytes]]) -> None:
     for host in hosts:
         host.kill()
         host.communicate()
-
-
-# Below the ports of outgoing connections, which could take the port before the server does.
-_PORTS = range(20_000, 32_000)
-_CHANCE = random.SystemRandom()  # so that no two processes draw the same, whatever their seeds
-
-
-def free_port() -> int:
-    """Returns a loopback port on which nothing listens."""
-    for port in (*_CHANCE.sample(_PORTS, 100), 0):
-        with socket.socket() as probe:
-            try:
-                probe.bind(("localhost", port))
-            except OSError:
-                continue
-            _, found = probe.getsockname()
-            return int(found)
-    raise OSError("no port is free")

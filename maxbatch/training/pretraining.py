@@ -28,7 +28,6 @@ from maxbatch.huggingface.folder.config_json import context_length, end_tokens
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.agreement import check_agreed
-from maxbatch.parallel.cpu_devices import give_cpu_devices_threads
 from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
 from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
@@ -40,6 +39,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import TimePart
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import TextConfig, generate_text
+from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted, folded_command
 from maxbatch.training.agreement import check_same_start

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import subprocess
 from collections.abc import Mapping
 
@@ -10,7 +9,6 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.commands import simulation
-from maxbatch.commands.simulation import free_port
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -39,15 +37,6 @@ def test_more_hosts_than_a_machine_can_run_are_one_line(
     assert main(["train", *TINY_RUN, *flags]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"works: {limit}")
-
-
-def test_a_port_that_is_taken_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        listener.listen()
-        taken, free = listener.getsockname()[1], free_port()
-        monkeypatch.setattr(simulation._CHANCE, "sample", lambda *_: [taken, free])
-        assert free_port() == free
 
 
 @pytest.mark.parametrize(

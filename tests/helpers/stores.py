@@ -20,7 +20,7 @@ from unittest import mock
 
 import pytest
 
-from maxbatch.commands.simulation import free_port
+from maxbatch.system.ports import free_port
 
 _TOP = Path(__file__).parents[2]
 _SERVERS = {

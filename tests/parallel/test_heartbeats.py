@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.commands.simulation import free_port
 from maxbatch.parallel.deaths import death_of, silence_of
 from maxbatch.parallel.heartbeats import backstop_of
+from maxbatch.system.ports import free_port
 from tests.helpers.command import environment, start
 from tests.helpers.processes import children_of, wait_for
 from tests.helpers.tiny import TINY_RUN

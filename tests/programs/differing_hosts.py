@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from maxbatch.commands.simulation import free_port
+from maxbatch.system.ports import free_port
 from tests.helpers.command import environment
 from tests.helpers.tiny import TINY_RUN
 

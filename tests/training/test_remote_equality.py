@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.commands.simulation import free_port
 from maxbatch.runs.position import committed_steps
+from maxbatch.system.ports import free_port
 from maxbatch.system.storage import AnyPath, as_path, copy_tree
 from maxbatch.training.pretraining import train
 from tests.helpers.command import environment
