@@ -1,0 +1,144 @@
+"""Messages between the process that tests and its hosts, pickled over a pipe."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+When = Literal["setup", "call", "teardown"]
+
+
+# --- to a host ---
+
+
+@dataclass(frozen=True)
+class SessionOptions:
+    """The options of the caller's pytest, from which a host opens a session of its own."""
+
+    option: dict[str, Any]
+    arguments: list[str]
+    worker: dict[str, Any] | None  # by which plugins know a worker of pytest-xdist, if the caller is one
+    files: list[str]  # that hold the tests of these hosts
+
+
+@dataclass(frozen=True)
+class Start:
+    """The first message."""
+
+    host: int
+    num_hosts: int
+    num_devices: int  # of this host
+    port: int  # on which the first host listens
+    session: SessionOptions | None  # None: functions are called
+
+
+@dataclass(frozen=True)
+class Phase:
+    """A request to set up, call or tear down a test."""
+
+    when: When
+    test: str  # its node id
+    following: str | None  # node id of a later test, whose fixtures stay
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Call:
+    """A request to call a function with the pod."""
+
+    function: bytes
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Close:
+    """A request to end."""
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """The values that all hosts brought to a common point, by host."""
+
+    values: dict[int, bytes]
+
+
+@dataclass(frozen=True)
+class Refused:
+    """The answer to a request that cannot be served."""
+
+    why: str
+
+
+# --- from a host ---
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """The arrival at a common point (`pod.barrier()`), which all hosts reach with the same name."""
+
+    point: str
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Signal:
+    """A request to kill a host, or to stop it for some seconds."""
+
+    host: int
+    stopped_s: float | None  # None: it is killed
+
+
+@dataclass(frozen=True)
+class Started:
+    """The answer to `Start`."""
+
+    main_thread: int
+
+
+@dataclass(frozen=True)
+class Warned:
+    """A warning of a test, which pytest lists at its end."""
+
+    message: Warning
+    file: str
+    line: int
+
+
+@dataclass(frozen=True)
+class Reported:
+    """The answer to `Phase`: pytest's report as plain data."""
+
+    report: dict[str, Any]
+    warnings: tuple[Warned, ...] = ()
+
+    @property
+    def has_raised(self) -> bool:
+        """Whether the phase raised, also where that was expected (xfail)."""
+        is_expected = "wasxfail" in self.report and self.report["outcome"] == "skipped"
+        return bool(is_expected or self.report["outcome"] == "failed")
+
+    @property
+    def place(self) -> str:
+        """The file and line at which the phase raised; else what is known of it."""
+        shown = self.report["longrepr"]
+        crash = shown["reprcrash"] if isinstance(shown, dict) else None
+        return f"{crash['path']}:{crash['lineno']}" if crash else str(shown)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """The answer to `Call`: the pickled result."""
+
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Raised:
+    """An exception in place of an answer; `exits`: it ends the whole run of tests."""
+
+    text: str
+    exits: bool = False
+
+
+Answer = Started | Reported | Returned | Raised

@@ -1,0 +1,216 @@
+"""The pod as a test sees it: its hosts, a mesh of its devices, and points that all hosts reach together."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from maxbatch.testing.messages import Exchange, Exchanged, Refused, Signal
+
+if TYPE_CHECKING:
+    import jax
+
+_MOST_SHOWN = 3  # differences between hosts
+
+
+class PodError(Exception):
+    """A host failed, died or hung, or did not come to a point at which the others wait."""
+
+
+class Pod:
+    """The pod of a test, as one of its hosts sees it.
+
+    Attributes:
+      host: index of this host.
+      num_hosts: number of hosts.
+      folder: a folder of this test that all hosts share, empty at the start.
+    """
+
+    def __init__(self, host: int, num_hosts: int, connection: Connection) -> None:
+        self.host, self.num_hosts = host, num_hosts
+        self.folder = Path()
+        self._connection, self._lock = connection, threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Pod: host {self.host} of {self.num_hosts}>"
+
+    def mesh(self, **axes: int) -> jax.sharding.Mesh:
+        """Returns a mesh over all devices of the pod, such as `pod.mesh(data=4, model=2)`, with axes of type Auto.
+
+        Raises:
+          ValueError: the axes do not hold all devices.
+        """
+        import jax
+
+        __tracebackhide__ = True
+        num_devices = jax.device_count()
+        if math.prod(axes.values()) != num_devices:
+            given = ", ".join(f"{name}={size}" for name, size in axes.items())
+            first = next(iter(axes), "data")
+            raise ValueError(f"mesh({given}): the pod has {num_devices} devices; works: mesh({first}={num_devices})")
+        types = (jax.sharding.AxisType.Auto,) * len(axes)
+        return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
+
+    def barrier(self) -> None:
+        """Waits until every host that lives has come here.
+
+        Raises:
+          PodError: a host ended the test without coming, or waits at another point.
+        """
+        __tracebackhide__ = True
+        self._exchange("barrier()", None)
+
+    def same(self, x: Any) -> None:
+        """Checks that all hosts hold the same values, bit by bit.
+
+        Args:
+          x: a number, an array or a tree of them. Of a `jax.Array`, the copies of each shard are compared, so that an
+            array may be replicated over the hosts, or over some of them.
+
+        Raises:
+          AssertionError: they differ; the message names the hosts and the difference.
+        """
+        __tracebackhide__ = True
+        leaves = _leaves(x)
+        hashes = {name: {part: _hashed(value) for part, value in parts.items()} for name, parts in leaves.items()}
+        by_host: dict[int, dict[str, dict[str, _Hashed]]] = self._exchange("same()", hashes)
+        names = {host: set(found) for host, found in by_host.items()}
+        if len(set(map(frozenset, names.values()))) > 1:
+            every = set.union(*names.values())
+            lacks = "; ".join(f"{named([h])} has no x{min(every - own)}" for h, own in names.items() if every - own)
+            raise AssertionError(f"the hosts hold trees of different structure: {lacks}")
+        different = [
+            (name, part)
+            for name in leaves
+            for part in sorted({part for found in by_host.values() for part in found[name]})
+            if len({found[name][part] for found in by_host.values() if part in found[name]}) > 1
+        ]
+        if different:
+            shown = different[:_MOST_SHOWN]
+            own = {key: leaves[key[0]][key[1]] for key in shown if key[1] in leaves[key[0]]}
+            values: dict[int, dict[tuple[str, str], Any]] = self._exchange("same()", own)
+            lines = [_difference(key, {host: v[key] for host, v in values.items() if key in v}) for key in shown]
+            more = [f"and {len(different) - len(shown)} more"] if len(different) > len(shown) else []
+            raise AssertionError("\n".join(["the hosts disagree:", *lines, *more]))
+
+    def kill(self, host: int) -> None:
+        """Kills a host (SIGKILL) and returns once it is dead. The test goes on without it, and passes if it does.
+
+        Host 0 keeps JAX's coordination service: as on a real pod, JAX ends the others when it dies.
+        """
+        self._signal(host, None)
+        if host == self.host:
+            time.sleep(math.inf)
+
+    def stop(self, host: int, seconds: float) -> None:
+        """Stops a host (SIGSTOP), which is continued after so many seconds; returns at once."""
+        self._signal(host, seconds)
+
+    def _signal(self, host: int, stopped_s: float | None) -> None:
+        if not 0 <= host < self.num_hosts:
+            raise ValueError(f"host {host}: the pod has hosts 0 to {self.num_hosts - 1}")
+        self._ask(Signal(host, stopped_s))
+
+    def _exchange(self, point: str, value: object) -> dict[int, Any]:
+        __tracebackhide__ = True
+        found = self._ask(Exchange(point, pickle.dumps(value)))
+        if isinstance(found, Refused):
+            raise PodError(found.why)
+        assert isinstance(found, Exchanged)
+        return {host: pickle.loads(one) for host, one in found.values.items()}
+
+    def _ask(self, message: object) -> object:
+        with self._lock:
+            self._connection.send(message)
+            return self._connection.recv()
+
+
+class _Hashed(NamedTuple):
+    kind: str  # dtype and shape of an array, else the type
+    digest: bytes
+
+
+def _hashed(value: Any) -> _Hashed:
+    import numpy as np
+
+    if isinstance(value, np.ndarray):
+        data = np.ascontiguousarray(value).tobytes()
+        return _Hashed(f"{value.dtype}[{', '.join(map(str, value.shape))}]", hashlib.sha256(data).digest())
+    return _Hashed(type(value).__name__, repr(value).encode())
+
+
+def _leaves(x: Any) -> dict[str, dict[str, Any]]:
+    """Returns the leaves of a tree by their path, and of each its parts by their slices: arrays, or other objects."""
+    import jax
+    import numpy as np
+
+    found: dict[str, dict[str, Any]] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
+        name = jax.tree_util.keystr(path)
+        if isinstance(leaf, jax.Array):
+            found[name] = _shards(name, leaf)
+        elif isinstance(leaf, np.ndarray | np.generic | int | float | complex):
+            found[name] = {"": np.asarray(leaf)}
+        else:
+            found[name] = {"": leaf}
+    return found
+
+
+def _shards(name: str, array: jax.Array) -> dict[str, Any]:
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        array = jax.random.key_data(array)
+    parts: dict[str, Any] = {}
+    for shard in array.addressable_shards:
+        slices = [f"{s.start or 0}:{s.stop or n}" for s, n in zip(shard.index, array.shape, strict=True)]
+        part = "" if shard.data.shape == array.shape else f"[{', '.join(slices)}]"
+        value = np.asarray(shard.data)
+        if part in parts and _hashed(parts[part]) != _hashed(value):
+            raise AssertionError(f"devices of one host disagree: x{name}{part}, on {shard.device} and before it")
+        parts[part] = value
+    return parts
+
+
+def _difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
+    """Returns a line that names the hosts and what each holds."""
+    import numpy as np
+
+    name = f"x{key[0]}{key[1]}"
+    kinds = {host: _hashed(value).kind for host, value in values.items()}
+    if len(set(kinds.values())) > 1 or not all(isinstance(value, np.ndarray) for value in values.values()):
+        unlike = len(set(kinds.values())) > 1
+        return f"{name}: {_grouped(kinds if unlike else {host: repr(value) for host, value in values.items()})}"
+    first = next(iter(values.values()))
+    bits = [np.ascontiguousarray(value).view(f"V{value.dtype.itemsize}") for value in values.values()]
+    places = np.argwhere(np.any([one != bits[0] for one in bits[1:]], axis=0))
+    place = tuple(int(i) for i in places[0])
+    at = str(list(place)) if place else ""
+    line = f"{name}{at}: {_grouped({host: str(value[place]) for host, value in values.items()})}"
+    if first.size == 1:
+        return line
+    kind = np.complex128 if first.dtype.kind == "c" else np.float64
+    wide = np.stack([value.astype(kind) for value in values.values()])
+    largest = np.nanmax(np.abs(wide - wide[0])) if np.isfinite(wide).any() else math.nan
+    return f"{line}; {len(places)} of {first.size} values differ, by at most {largest:.3g}"
+
+
+def _grouped(texts: Mapping[int, str]) -> str:
+    groups: dict[str, list[int]] = {}
+    for host, text in texts.items():
+        groups.setdefault(text, []).append(host)
+    return " | ".join(f"{text} on {named(hosts)}" for text, hosts in groups.items())
+
+
+def named(hosts: Sequence[int]) -> str:
+    """Returns `host 1` or `hosts 0, 2`."""
+    return f"host {hosts[0]}" if len(hosts) == 1 else f"hosts {', '.join(map(str, hosts))}"

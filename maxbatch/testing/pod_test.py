@@ -1,0 +1,205 @@
+"""A marked test as the process that tests sees it: its phases run on hosts, and their reports become one."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import time
+import warnings
+from typing import Any, NamedTuple
+
+import pytest
+
+from maxbatch.testing.hosts import Hosts, Pool, Round, Shape
+from maxbatch.testing.merging import Merged, merge
+from maxbatch.testing.messages import Phase, Raised, Reported, SessionOptions, When
+from maxbatch.testing.pod import PodError
+
+_TEARDOWN_S = 5.0  # which a test has in any case
+_REPORTS = pytest.StashKey[dict[str, Merged]]()
+_POOL = pytest.StashKey[Pool]()
+# Options of the caller that a host does not follow: it runs the tests that it is told to, and reports to the caller.
+_OWN_OPTIONS: dict[str, Any] = {
+    "capture": "no", "usepdb": False, "trace": False, "setuponly": False, "setupshow": False, "setupplan": False,
+    "collectonly": False, "keyword": "", "markexpr": "", "deselect": None, "maxfail": 0, "plugins": [],
+    "numprocesses": None, "maxprocesses": None, "dist": "no", "tx": [], "distload": False, "cov_source": [],
+    "log_file": None, "xmlpath": None, "htmlpath": None, "report_log": None,
+}  # fmt: skip
+
+
+class _Stated(NamedTuple):
+    shape: Shape
+    timeout: float
+
+
+def stated_by(marker: pytest.Mark) -> _Stated:
+    """Returns the shape and the timeout that `@pytest.mark.pod` states.
+
+    Raises:
+      ValueError: the arguments are others than `devices`, `hosts` and `timeout`, or cannot be used.
+    """
+
+    def pod(devices: int, hosts: int = 1, timeout: float = 60.0) -> _Stated:
+        return _Stated(Shape.of(devices, hosts), timeout)
+
+    try:
+        return pod(*marker.args, **marker.kwargs)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"@pytest.mark.pod: {error}") from error
+
+
+class PodTest:
+    """A test whose phases run on hosts.
+
+    Args:
+      item: the test; its own phases are replaced.
+      nextitem: the test after it.
+    """
+
+    def __init__(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        self._item, self._nextitem = item, nextitem
+        self._hosts: Hosts | None = None
+        self._until = 0.0
+        self._timeout = 0.0
+        self._sections: list[tuple[str, str]] = []
+        item.stash[_REPORTS] = {}
+        vars(item).update(setup=self._setup, runtest=self._call, teardown=self._teardown)
+
+    def _setup(self) -> None:
+        marker = self._item.get_closest_marker("pod")
+        assert marker is not None
+        try:
+            shape, self._timeout = stated_by(marker)
+        except ValueError as error:
+            pytest.fail(str(error), pytrace=False)
+        self._sections = []
+        self._hosts = hosts = _pool(self._item.session).get(shape)
+        if not hosts.are_alive:
+            self._report("setup", hosts.started)
+        hosts.is_in_test = True
+        self._until = time.monotonic() + self._timeout
+        name = re.sub(r"\W", "_", self._item.name)[:30]
+        self._folder = _temporary_folders(self._item.config).mktemp(name)
+        self._perform("setup")
+
+    def _call(self) -> None:
+        self._perform("call")
+
+    def _teardown(self) -> None:
+        hosts, self._hosts = self._hosts, None
+        if hosts is None or not hosts.are_alive:
+            return
+        self._hosts, self._until = hosts, max(self._until, time.monotonic() + _TEARDOWN_S)
+        self._perform("teardown")
+        hosts.is_in_test = False
+
+    def _perform(self, when: When) -> None:
+        assert self._hosts is not None
+        phase = Phase(when, self._item.nodeid, self._following(), self._folder)
+        too_late = f"after {self._timeout:g} s, the timeout of the test"
+        self._report(when, self._hosts.perform(phase, self._until, too_late))
+
+    def _report(self, when: When, found: Round) -> None:
+        """Keeps the report for pytest; raises PodError if a host failed."""
+        assert self._hosts is not None
+        for host, answer in found.answers.items():
+            if isinstance(answer, Raised) and answer.exits:
+                self._hosts.kill()
+                pytest.exit(f"host {host}: {answer.text}")
+        merged = merge(self._item, when, found)
+        self._sections += merged.sections
+        output = self._hosts.output()
+        self._sections += [(f"Captured output of host {host}, {when}", text) for host, text in output.items()]
+        merged.sections = list(self._sections)
+        self._item.stash[_REPORTS][when] = merged
+        self._warn(found)
+        if merged.raises:
+            raise PodError(f"the {when} failed on a host")
+
+    def _warn(self, found: Round) -> None:
+        every = [one for answer in found.answers.values() if isinstance(answer, Reported) for one in answer.warnings]
+        for text, file, line in dict.fromkeys((str(one.message), one.file, one.line) for one in every):
+            message = next(one.message for one in every if str(one.message) == text)
+            self._item.config.hook.pytest_warning_recorded.call_historic(
+                kwargs={
+                    "warning_message": warnings.WarningMessage(message, type(message), file, line),
+                    "when": "runtest", "nodeid": self._item.nodeid, "location": None,
+                }
+            )  # fmt: skip
+
+    def _following(self) -> str | None:
+        """Returns the id of the next test in this file; else of the next one of this shape, whatever runs between."""
+        if self._nextitem is None:
+            return None
+        if self._nextitem.path == self._item.path:
+            return self._nextitem.nodeid
+        items = self._item.session.items
+        later = items[items.index(self._item) + 1 :]
+        own = shape_of(self._item)
+        return next((item.nodeid for item in later if shape_of(item) == own), None)
+
+
+def shape_of(item: pytest.Item) -> Shape | None:
+    """Returns the shape of a marked test; None if it is not marked, or wrongly."""
+    marker = item.get_closest_marker("pod")
+    try:
+        return stated_by(marker).shape if marker is not None else None
+    except ValueError:
+        return None
+
+
+def report_of(item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport | None:
+    """Returns the merged report of a phase; None if the phase did not come to the hosts."""
+    merged = item.stash.get(_REPORTS, {}).pop(call.when, None)
+    if merged is None:
+        return None
+    report = pytest.TestReport.from_item_and_call(item, call)
+    report.outcome, report.longrepr = merged.outcome, merged.longrepr
+    report.sections, report.user_properties = merged.sections, merged.user_properties
+    if merged.wasxfail is not None:
+        report.wasxfail = merged.wasxfail
+    return report
+
+
+def close_pool(config: pytest.Config) -> None:
+    """Ends the hosts of all tests; warns of fixtures that could not be torn down."""
+    pool = config.stash.get(_POOL, None)
+    for failure in pool.close() if pool is not None else []:
+        text = f"host {failure.host}, at the end of its session: {failure.what}\n{failure.text}"
+        config.issue_config_time_warning(pytest.PytestWarning(text.rstrip()), 2)
+
+
+def _pool(session: pytest.Session) -> Pool:
+    stash = session.config.stash
+    if _POOL not in stash:
+        stash[_POOL] = Pool(lambda shape: _start(session, shape))
+    return stash[_POOL]
+
+
+def _start(session: pytest.Session, shape: Shape) -> Hosts:
+    config = session.config
+    folder = _temporary_folders(config).mktemp("pod")
+    files = list(dict.fromkeys(str(item.path) for item in session.items if shape_of(item) == shape))
+    arguments = [word for name in config.option.plugins for word in ("-p", name)]
+    given = {name: value for name, value in vars(config.option).items() if _is_picklable(value)}
+    option = {name: value for name, value in (given | _OWN_OPTIONS).items() if name in given and name != "file_or_dir"}
+    option |= {"rootdir": str(config.rootpath), "inifilename": str(config.inipath) if config.inipath else None}
+    worker = getattr(config, "workerinput", None)
+
+    def options(host: int) -> SessionOptions:
+        return SessionOptions(option | {"basetemp": str(folder / f"host{host}")}, arguments, worker, files)
+
+    return Hosts(shape, options, config.invocation_params.dir, shows_output=config.option.capture == "no")
+
+
+def _temporary_folders(config: pytest.Config) -> pytest.TempPathFactory:
+    found: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
+    return found
+
+
+def _is_picklable(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,73 @@
+"""A function on the hosts of a pod, without pytest."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import pickle
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import cloudpickle
+
+from maxbatch.testing.hosts import Hosts, Pool, Round, Shape
+from maxbatch.testing.messages import Call, Returned
+from maxbatch.testing.pod import Pod, PodError, named
+
+T = TypeVar("T")
+
+
+def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: float = 60.0) -> list[T]:
+    """Calls a function once on each host of a simulated pod, and returns the results by host.
+
+    The hosts are processes, each with `devices / hosts` CPU devices, `jax.distributed` initialised. They are used
+    again by later calls for the same shape, and end with this process. Their output is printed after the call.
+
+    Args:
+      function: takes the `Pod`; sent by value (cloudpickle) if it is a closure, a lambda or of `__main__`.
+      devices: of the pod.
+      hosts: which divide the devices.
+      timeout: seconds that the call may take.
+
+    Raises:
+      PodError: the function raised on a host, or a host died, or the call took too long; the message has the host and
+        its traceback, or the stack of every host that still ran.
+      ValueError: the hosts do not divide the devices.
+    """
+    shape = Shape.of(devices, hosts)
+    message = cloudpickle.dumps(function)
+    pod = _POOL.get(shape)
+    if pod.started.failures:
+        raise PodError(_told(pod.started, pod.output()))
+    with tempfile.TemporaryDirectory(prefix="maxbatch-pod-") as folder:
+        found = pod.perform(
+            Call(message, Path(folder)), time.monotonic() + timeout, f"after {timeout:g} s, the timeout of the call"
+        )
+    output = pod.output()
+    if found.failures:
+        pod.kill()
+        raise PodError(_told(found, output))
+    print(*output.values(), sep="", end="", file=sys.stdout, flush=True)
+    # A host that the function killed has no result.
+    return [pickle.loads(one.value) for _, one in sorted(found.answers.items()) if isinstance(one, Returned)]
+
+
+def _start(shape: Shape) -> Hosts:
+    return Hosts(shape, None, Path(os.getcwd()))
+
+
+def _told(found: Round, output: dict[int, str]) -> str:
+    """Returns every failure with the hosts that it is of, then what each host printed."""
+    groups: dict[str, list[int]] = {}
+    for failure in found.failures:
+        groups.setdefault(f"{failure.what or 'failed'}:\n{failure.text}".rstrip(":\n"), []).append(failure.host)
+    parts = [f"{named(sorted(hosts))} {text}".rstrip() for text, hosts in groups.items()]
+    return "\n".join([*parts, *(f"output of host {host}:\n{text.rstrip()}" for host, text in output.items())])
+
+
+_POOL = Pool(_start)
+atexit.register(_POOL.close)
