@@ -35,6 +35,7 @@ WALLS = {
     "training/compile": set(),
     "rl": {"DataConfig", "EvaluationConfig", "RLConfig"},
     "auditing": set(),
+    "testing": set(),
     "pages": set(),
 }  # fmt: skip
 # The functions of these rooms that take the whole config: the public Python API, and what opens a session or compares

@@ -81,7 +81,7 @@ def _start(start: Start, pod: Pod, connection: Connection) -> HostSession | None
     make_cpu_devices(start.num_devices)  # a conftest.py may have asked for other devices
     _join(start)
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-        del os.environ[name]  # a process that a test starts is not one of the hosts
+        os.environ.pop(name, None)  # a process that a test starts is not one of the hosts
     if session is not None:
         session.collect()
     return session

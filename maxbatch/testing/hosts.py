@@ -194,8 +194,6 @@ class Hosts:
     def kill(self) -> None:
         """Ends the hosts at once, with all that they started."""
         self.has_failed = True
-        for process in self._processes:
-            process.read_output()  # without what the others say about the end of the first
         for process in reversed(self._processes):  # the first last: JAX in the others would say at length that it died
             process.kill()
         self._alive.clear()
@@ -358,13 +356,17 @@ class _Process:
 
     def kill(self) -> None:
         """Kills the process with its group, and waits for it."""
-        self._is_killed = True
+        if self._is_killed:
+            return
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        self.read_output()
+        self._is_killed = True
         self.connection.close()
-        assert self.process.stdin is not None
-        self.process.stdin.close()
+        for file in (self.process.stdin, self._output, self._dump):
+            if file is not None:
+                file.close()
 
 
 class Pool:

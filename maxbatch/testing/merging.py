@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -13,6 +14,7 @@ from maxbatch.testing.hosts import Failure, Round
 from maxbatch.testing.messages import Reported
 from maxbatch.testing.pod import named
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 _MOST_SHOWN = 3  # failures of which the traceback is shown
 _Chain = list[tuple[ReprTraceback, ReprFileLocation | None, str | None]]
 
@@ -94,26 +96,27 @@ def _shown(failure: Failure, report: pytest.TestReport | None) -> _Shown:
 
 def _representation(item: pytest.Item, failures: Sequence[_Shown]) -> ExceptionChainRepr:
     """Returns the failures in pytest's own form, which pytest-xdist can send; each under the hosts that it is of."""
-    groups: dict[object, _Shown] = {}
+    groups: dict[object, list[_Shown]] = {}
     for failure in failures:
         crash = failure.chain[-1][1]
         where = (crash.path, crash.lineno) if crash else str(failure.chain[0][0])
-        key = (failure.heading, failure.message, where)
-        if key in groups:
-            groups[key].hosts.extend(failure.hosts)
-        else:
-            groups[key] = failure
-    shown = list(groups.values())
+        groups.setdefault((failure.heading, _ADDRESS.sub("", failure.message), where), []).append(failure)
+    shown = [
+        min(group, key=lambda failure: failure.hosts)._replace(
+            hosts=sorted(host for failure in group for host in failure.hosts)
+        )
+        for group in groups.values()
+    ]
     chain: _Chain = []
     for failure in shown[:_MOST_SHOWN]:
-        heading = f"{named(sorted(failure.hosts))} {failure.heading}".strip()
+        heading = f"{named(failure.hosts)} {failure.heading}".strip()
         chain += [_text(f"{' ' + heading + ' ':-^80}"), *failure.chain]
     for failure in shown[_MOST_SHOWN:]:
-        chain.append(_text(f"{named(sorted(failure.hosts))}: {failure.message}"))
+        chain.append(_text(f"{named(failure.hosts)}: {failure.message}"))
     first = shown[0]
     at = first.chain[-1][1]
     path, line = (at.path, at.lineno) if at else (str(item.path), (item.location[1] or 0) + 1)
-    message = f"{named(sorted(first.hosts))}{' ' if first.heading else ': '}{first.message}"
+    message = f"{named(first.hosts)}{' ' if first.heading else ': '}{first.message}"
     traceback, _, description = chain[-1]
     chain[-1] = (traceback, ReprFileLocation(path, line, message), description)
     return ExceptionChainRepr(chain)

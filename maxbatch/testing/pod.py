@@ -191,7 +191,7 @@ def _difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
         unlike = len(set(kinds.values())) > 1
         return f"{name}: {_grouped(kinds if unlike else {host: repr(value) for host, value in values.items()})}"
     first = next(iter(values.values()))
-    bits = [np.ascontiguousarray(value).view(f"V{value.dtype.itemsize}") for value in values.values()]
+    bits = [value.reshape(-1).view(f"V{first.dtype.itemsize}").reshape(first.shape) for value in values.values()]
     places = np.argwhere(np.any([one != bits[0] for one in bits[1:]], axis=0))
     place = tuple(int(i) for i in places[0])
     at = str(list(place)) if place else ""

@@ -10,10 +10,8 @@ _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)[^\n]*\n((?:  [^\n]*\n
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 # Where a test is called from.
 _BELOW = re.compile(r"[/\\]_pytest[/\\]|[/\\]maxbatch[/\\]testing[/\\]host(_session)?\.py$")
-# How JAX shortens tracebacks, and how a pod waits.
-_HIDDEN = re.compile(
-    r"[/\\](jax[/\\]_src[/\\]traceback_util|multiprocessing[/\\]connection)\.py .*|[/\\]testing[/\\]pod\.py _.*"
-)
+# Inside of JAX, and how a pod waits.
+_HIDDEN = re.compile(r"[/\\]jax[/\\]_src[/\\]|[/\\]multiprocessing[/\\]connection\.py|[/\\]testing[/\\]pod\.py _")
 
 
 def stack_of(dump: str, thread: int) -> str:
