@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -18,6 +19,9 @@ from typing import Any
 import pytest
 import yaml
 
+from maxbatch.cli import make_parser
+from maxbatch.commands.sweep.study import check_combinations
+from maxbatch.commands.sweep.sweep_file import SweepFile
 from tests.helpers.command import Hold, environment, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN, read_metrics
@@ -247,6 +251,19 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
     assert calls.read_text().count("requeue") == 1
     assert [m["step"] for m in read_metrics(run_dir)] == [m + 1 for m in range(30)]
     assert all(m["global_batch_size"] == 4 for m in read_metrics(run_dir)), "two processes, two rows each"
+
+
+def test_the_ray_job_runs_a_sweep_with_a_trial_on_every_node() -> None:
+    settings, job = yaml.safe_load_all((LAUNCH / "ray_gke.yml").read_text())
+    entrypoint = shlex.split(job["spec"]["entrypoint"])
+    args = make_parser("sweep").parse_args(entrypoint[2:])
+    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    [worker] = group["template"]["spec"]["containers"]
+    assert (args.ray, args.resources) == ("auto", {"TPU": worker["resources"]["limits"]["google.com/tpu"]})
+    Path("lr.yml").write_text(settings["data"][Path(args.file).name])
+    sweep = SweepFile.read("lr.yml")
+    check_combinations(sweep)
+    assert sweep.parallel == group["replicas"] and str(sweep.sweep_dir).startswith("gs://")
 
 
 def test_the_page_names_every_file_and_its_commands_name_files_that_exist() -> None:

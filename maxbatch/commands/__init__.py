@@ -73,9 +73,11 @@ COMMANDS: dict[str, Command] = {
     "prepare": Command(
         "maxbatch.commands.prepare",
         "Tokenise a dataset into a folder that dataset_type=tokens reads.",
-        "[CONFIG.yml] [key=value ...] --output FOLDER [--workers N] | --verify FOLDER",
+        "[CONFIG.yml] [key=value ...] --output FOLDER [--workers N] [--ray ADDRESS [--resources CPU=2]]"
+        " | --verify FOLDER",
         ("maxbatch prepare dataset_type=jsonl dataset_path=web.jsonl --output web-tokens",
          "maxbatch prepare run.yml --output tokens --workers 64",
+         "maxbatch prepare run.yml --output gs://my-bucket/tokens --ray auto",
          "maxbatch prepare --verify tokens")),
     "generate": Command(
         "maxbatch.commands.generate",
@@ -125,9 +127,10 @@ COMMANDS: dict[str, Command] = {
     "sweep": Command(
         "maxbatch.commands.sweep.command",
         "Train a run for each combination of swept config keys, and compare them.",
-        "SWEEP.yml [--retry-failed] [--json]",
+        "SWEEP.yml [--retry-failed] [--ray ADDRESS [--resources TPU=4]] [--json]",
         ("maxbatch sweep batch_size",
-         "maxbatch sweep configs/sweeps/batch_size.yml")),
+         "maxbatch sweep configs/sweeps/batch_size.yml",
+         "maxbatch sweep lr.yml --ray auto --resources TPU=4")),
     "critical-batch": Command(
         "maxbatch.commands.critical_batch.command",
         "Measure the critical batch size along a run, and print a batch schedule from it.",

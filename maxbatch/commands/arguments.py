@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import math
 import os
+import re
 import sys
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -15,6 +18,7 @@ from maxbatch.system.folding import error_width, folded, printable
 
 if TYPE_CHECKING:
     from maxbatch.config.sections import Config
+    from maxbatch.system.ray_cluster import RayCluster
 
 
 def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
@@ -139,6 +143,51 @@ def _path(text: str, rule: str | None) -> str:
     if rule is not None:
         raise argparse.ArgumentTypeError(f"{shown(text)}: must be {rule}")
     return text
+
+
+def add_ray(parser: argparse.ArgumentParser, tasks: str) -> None:
+    """Adds the flags that run the tasks of a command on a Ray cluster."""
+    parser.add_argument(
+        "--ray", metavar="ADDRESS",
+        help=f"run {tasks} on a Ray cluster: local (started for this command), auto (the one that is there), HOST:PORT",
+    )  # fmt: skip
+    parser.add_argument(
+        "--resources",
+        type=read_by(_resources, "names and amounts of Ray's resources, whole or below 1", "TPU=4 or CPU=8,GPU=1"),
+        metavar="NAME=N,...", help="what each task takes of its node (default: CPU=1)",
+    )  # fmt: skip
+
+
+def _resources(text: str) -> dict[str, float]:
+    resources: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, amount = part.partition("=")
+        number = float(amount)
+        if not re.fullmatch(r"[A-Za-z][\w:.-]*", name) or name in resources:
+            raise ValueError
+        if not 0 < number < math.inf or (number > 1 and number % 1):
+            raise ValueError
+        resources[name] = number
+    return resources
+
+
+def ray_cluster(args: argparse.Namespace, retries: int = -1) -> contextlib.AbstractContextManager[RayCluster | None]:
+    """Returns the cluster of the flags of `add_ray`, None without them, as a context manager.
+
+    Args:
+      args: parsed arguments.
+      retries: how often a task is run again after its node or its worker process was lost; -1: always.
+
+    Raises:
+      ConfigError: `--resources` without `--ray`, or a cluster that cannot be used.
+    """
+    if args.ray is None:
+        if args.resources:
+            raise ConfigError("--resources: is for tasks on a Ray cluster; works: --ray local, or without --resources")
+        return contextlib.nullcontext()
+    from maxbatch.system.ray_cluster import RayCluster
+
+    return RayCluster(args.ray, args.resources or {}, retries)
 
 
 def add_averaged(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Collection
 
-from maxbatch.commands.arguments import add_config, config_of, count, place, whole
+from maxbatch.commands.arguments import add_config, add_ray, config_of, count, place, ray_cluster, whole
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import STORES, names_fixing
@@ -24,6 +24,7 @@ from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
 
 _MOST_WORKERS = 1024
+_RETRIES = 5  # of a task on a cluster: a tokenizer that crashes its worker process must not do so for ever
 
 
 def add_arguments(parser: ArgumentParser) -> None:
@@ -45,10 +46,10 @@ def add_arguments(parser: ArgumentParser) -> None:
     parser.add_argument(
         "--workers",
         type=workers,
-        default=num_cores(),
         metavar="N",
-        help="most processes that tokenise (default: the cores)",
+        help="most processes that tokenise (default: the cores), or most tasks of --ray (default: as many as fit)",
     )
+    add_ray(parser, "the tokenising")
 
 
 def run(args: Namespace) -> int:
@@ -60,6 +61,8 @@ def run(args: Namespace) -> int:
     """
     config = StreamConfig.of(config_of(args))
     if args.verify is not None:
+        if args.ray is not None or args.resources:
+            raise ConfigError("--ray: --verify reads on this machine alone; works: --verify without --ray")
         _verify(args.verify)
         return 0
     _check_dataset(config)
@@ -72,8 +75,13 @@ def run(args: Namespace) -> int:
         print(printable(f"unchanged: {_figures(store)} in {args.output}"))
     else:
         begin = time.perf_counter()
-        with writing(f"--output {folder}"), bytes_bar(source.size, "tokenising") as progress:
-            build = Build(source, tokenizer, config, args.workers, progress, args.shard_tokens)
+        with (
+            ray_cluster(args, _RETRIES) as cluster,
+            writing(f"--output {folder}"),
+            bytes_bar(source.size, "tokenising") as progress,
+        ):
+            workers = args.workers or (cluster.num_slots if cluster else num_cores())
+            build = Build(source, tokenizer, config, workers, progress, args.shard_tokens, cluster)
             store = build_store(folder, build)
         rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
         print(printable(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}"))

@@ -12,13 +12,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxbatch.commands.arguments import local_path
+from maxbatch.commands.arguments import add_ray, local_path, ray_cluster
 from maxbatch.commands.sweep.study import SweepStudy, check_combinations
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.values import shown
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
 from maxbatch.runs.outcome import OUTCOME_FILE, Status
+from maxbatch.runs.remote_training import RemoteTrainingProcess
 from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor, locked
 from maxbatch.runs.sweep_folder import SWEEP_METRICS, Result, SweepFolder, Trial
 from maxbatch.runs.training_process import TrainingProcess
@@ -60,6 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--retry-failed", action="store_true", help="run failed trials again (not those that diverged)"
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to standard error")
+    add_ray(parser, "trials")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -73,14 +75,20 @@ def run(args: argparse.Namespace) -> int:
     check_combinations(sweep)
     folder = SweepFolder(sweep.sweep_dir)
     console = TrainingConsole(stderr=args.json)
-    with Stopping("once the trials that run have saved") as stop, locked(folder.path, "sweeps") as lock:
+    with (
+        ray_cluster(args) as cluster,
+        Stopping("once the trials that run have saved") as stop,
+        locked(folder.path, "sweeps") as lock,
+    ):
+        start = (
+            functools.partial(RemoteTrainingProcess, cluster) if cluster else functools.partial(TrainingProcess, lock)
+        )
         if args.retry_failed:
             forget_failed(folder, sweep.metric)
         study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
         with SweepProgress(console, study.num_ended, study.num_trials) as progress:
             runs = TrialRuns(folder, study, sweep.metric, progress)
-            start = functools.partial(TrainingProcess, lock)
             has_ended = Supervisor(runs, start, sweep.parallel, progress.say).train(stop)
     results = folder.results(sweep.metric)
     if not has_ended:

@@ -45,6 +45,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import exclusive
+from maxbatch.system.ray_cluster import RayCluster
 from maxbatch.system.storage import AnyPath, is_remote, upload
 
 # Below this size, starting worker processes takes longer than the work.
@@ -71,7 +72,8 @@ class Build:
     """The dataset to build, and how to build it.
 
     Attributes:
-      workers: most processes that tokenise.
+      workers: most processes that tokenise, or most tasks on the cluster.
+      cluster: where tasks tokenise, in place of processes of this machine.
       shard_tokens: a file of tokens ends with the job that brings it to this size; None: one file on a disk, files of
         `SHARD_TOKENS` in an object store, where a killed build continues after its last finished file.
     """
@@ -82,6 +84,7 @@ class Build:
     workers: int = 1
     progress: Progress = lambda _: None
     shard_tokens: int | None = None
+    cluster: RayCluster | None = None
 
     @cached_property
     def signature(self) -> str:
@@ -163,7 +166,7 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
     jobs = itertools.islice(source.jobs(), sum(shard.jobs for shard in finished), None)
     try:
         with ShardWriter(folder, build.shard_tokens, len(finished), keep) as writer:
-            for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build)):
+            for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build), build.cluster):
                 add(done)
                 writer.end_job(done)
     except RecordError as error:
@@ -216,7 +219,11 @@ def _workers(build: Build) -> int:
     One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since their
     tokens have to be copied once more.
     """
-    is_copy = build.tokenizer.identity == "byte" and build.source.dataset_type in ("text", "python_stdlib")
+    is_copy = (
+        build.cluster is None
+        and build.tokenizer.identity == "byte"
+        and build.source.dataset_type in ("text", "python_stdlib")
+    )
     return 1 if is_copy else build.workers
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import array
 import functools
+import io
+import itertools
 import shutil
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +23,7 @@ from maxbatch.data.store.recipe import RecordEncoder
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import TrainingError
+from maxbatch.system.ray_cluster import RayCluster, RayPool
 from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
 # Batches large enough to be worth a call of the library, and small enough for the processor's cache.
@@ -144,20 +147,33 @@ class Tokenised:
         self.text_bytes += job.text_bytes
 
 
+class _Part(NamedTuple):
+    """A job, and the file of this machine for its tokens; None: they are returned."""
+
+    job: Sequence[Piece]
+    file: Path | None
+
+
 def tokenise_all(
-    tokeniser: Tokeniser, jobs: Iterable[Sequence[Piece]], file: Writable, folder: Path, workers: int
+    tokeniser: Tokeniser,
+    jobs: Iterable[Sequence[Piece]],
+    file: Writable,
+    folder: Path,
+    workers: int,
+    cluster: RayCluster | None = None,
 ) -> Iterator[Tokenised]:
     """Appends the tokens of all jobs to a file, in order, and yields the facts about each.
 
     Args:
-      folder: where workers leave their tokens until they are appended.
-      workers: processes; 1 means this one.
+      folder: where workers of this machine leave their tokens until they are appended.
+      workers: processes; 1 means this one, without a cluster.
+      cluster: where tasks tokenise, in place of processes of this machine.
 
     Raises:
       ConfigError: a file or record that cannot be read; the first of several.
       TrainingError: a worker crashed or was killed.
     """
-    if workers == 1:
+    if workers == 1 and cluster is None:
         for job in jobs:
             yield tokeniser.tokenise(job, file)
         return
@@ -165,56 +181,64 @@ def tokenise_all(
     setup = functools.partial(_part_writer, replace(tokeniser, source=replace(tokeniser.source, files=())))
     # Each worker has one core, so that threads of the tokenizer library would only slow one another down.
     variables = {"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-    with WorkerPool(setup, workers, variables=variables) as pool:
-        for done, part in _in_order(pool, workers, jobs, folder):
-            with open(part, "rb", buffering=0) as tokens:
-                shutil.copyfileobj(tokens, file, _COPY_BYTES)
+    # With this many jobs ahead no worker waits for an earlier one. The files are reused: new ones would cost as much as
+    # the tokens themselves.
+    ahead = 4 * workers
+    files = [None] if cluster else [folder / f"part-{number}" for number in range(ahead)]
+    parts = map(_Part, jobs, itertools.cycle(files))
+    pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer] = (
+        RayPool(cluster, setup, variables) if cluster else WorkerPool(setup, workers, variables=variables)
+    )
+    with pool:
+        for part, (done, tokens) in _in_order(pool, parts, ahead):
+            if part.file is None:
+                file.write(tokens)
+            else:
+                with open(part.file, "rb", buffering=0) as written:
+                    shutil.copyfileobj(written, file, _COPY_BYTES)
             yield done
-    for part in folder.glob("part-*"):
-        part.unlink()
+    for path in folder.glob("part-*"):
+        path.unlink()
 
 
-def _part_writer(tokeniser: Tokeniser) -> Callable[[tuple[Sequence[Piece], Path]], Tokenised]:
-    def write_part(job_and_part: tuple[Sequence[Piece], Path]) -> Tokenised:
-        job, part = job_and_part
-        with open(part, "r+b") as file:
-            done = tokeniser.tokenise(job, file)
-            file.truncate()  # A part is reused, and its last job may have been longer.
-        return done
+_Answer = tuple[Tokenised, bytes]
+
+
+def _part_writer(tokeniser: Tokeniser) -> Callable[[_Part], _Answer]:
+    def write_part(part: _Part) -> _Answer:
+        if part.file is None:
+            tokens = io.BytesIO()
+            return tokeniser.tokenise(part.job, tokens), tokens.getvalue()
+        with open(part.file, "r+b") as file:
+            done = tokeniser.tokenise(part.job, file)
+            file.truncate()  # A file is reused, and its last job may have been longer.
+        return done, b""
 
     return write_part
 
 
 def _in_order(
-    pool: WorkerPool[tuple[Sequence[Piece], Path], Tokenised],
-    workers: int,
-    jobs: Iterable[Sequence[Piece]],
-    folder: Path,
-) -> Iterator[tuple[Tokenised, Path]]:
-    """Yields, in the order of the jobs, the facts about each and the file with its tokens."""
-    waiting: deque[tuple[Sequence[Piece], Path, Future[Tokenised]]] = deque()
+    pool: RayPool[_Part, _Answer] | WorkerPool[_Part, _Answer], parts: Iterable[_Part], ahead: int
+) -> Iterator[tuple[_Part, _Answer]]:
+    """Yields the parts with their answers, in order; at most `ahead` are under way."""
+    waiting: deque[tuple[_Part, Future[_Answer]]] = deque()
 
-    def first() -> tuple[Tokenised, Path]:
-        job, part, future = waiting.popleft()
+    def first() -> tuple[_Part, _Answer]:
+        part, future = waiting.popleft()
         try:
-            return future.result(), part
+            return part, future.result()
         except WorkerEnded as end:
             raise TrainingError(
-                f"{job[0].file.path}: cannot be tokenised: {end}; if memory ran out, --workers 1 of `maxbatch prepare` "
-                "needs the least"
+                f"{part.job[0].file.path}: cannot be tokenised: {end}; if memory ran out, --workers 1 of `maxbatch "
+                "prepare` needs the least"
             ) from end
 
-    # With this many jobs ahead no worker waits for an earlier one. The files are reused: new ones would cost as much as
-    # the tokens themselves.
-    parts = deque(folder / f"part-{number}" for number in range(4 * workers))
-    for job in jobs:
-        if not parts:
-            done, part = first()
-            yield done, part
-            parts.append(part)
-        part = parts.popleft()
-        part.touch()
-        [future] = pool.submit([(job, part)])
-        waiting.append((job, part, future))
+    for part in parts:
+        if len(waiting) == ahead:
+            yield first()
+        if part.file is not None:
+            part.file.touch()
+        [future] = pool.submit([part])
+        waiting.append((part, future))
     while waiting:
         yield first()

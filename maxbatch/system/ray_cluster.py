@@ -1,0 +1,239 @@
+"""Tasks on the nodes of a Ray cluster. Ray (the extra `ray`) is imported once a command is told to use it.
+
+A task runs in the folder of the command where its node has that folder, so that relative paths mean the same on a
+shared file system. Ray runs a task again if its node is lost, and ends the tasks of a command that ends, however it
+ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from types import ModuleType
+from typing import Any, Generic, ParamSpec, Self, TypeVar
+
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import printable
+from maxbatch.system.worker_pool import WorkerEnded
+
+# Ray's options for the resources that every node has; other resources are the cluster's own.
+_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+_LONGEST = 160  # characters of a message of Ray
+_ANSWER_S = 10.0
+
+Item = TypeVar("Item")
+Answer = TypeVar("Answer")
+P = ParamSpec("P")
+
+
+class Cancelled(WorkerEnded):
+    """The task was cancelled before it returned."""
+
+
+class RayCluster:
+    """A connection to a Ray cluster; a context manager. A cluster that it has started ends with it.
+
+    Args:
+      address: `local` for a cluster that is started on this machine, `auto` for the one that is there, or an address of
+        `ray.init`.
+      resources: of each task, by Ray's names: {"TPU": 4}. Without CPU, one CPU is added.
+      retries: how often a task is run again after its node or its worker process was lost; -1: always.
+
+    Attributes:
+      num_slots: tasks that the cluster can run at a time now; 1 if there is no node for them yet.
+
+    Raises:
+      ConfigError: Ray is not installed, there is no such cluster, or a new one lacks the resources.
+    """
+
+    def __init__(self, address: str, resources: Mapping[str, float], retries: int) -> None:
+        try:
+            import ray
+        except ImportError:
+            raise ConfigError("--ray needs Ray; works: pip install 'maxbatch[ray]'") from None
+        self._ray: ModuleType = ray
+        with _own_handler_of_sigterm():
+            _connect(ray, address)
+        needed = {"CPU": 1.0, **resources}
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        slots = sum(int(min(node.get(name, 0) / amount for name, amount in needed.items())) for node in nodes)
+        if not slots:
+            wanted = ",".join(f"{name}={amount:g}" for name, amount in needed.items())
+            if address == "local":
+                self.close()
+                raise ConfigError(f"--resources {wanted}: this machine lacks them; works: --resources CPU=1")
+            print(f"maxbatch: no node of the cluster has {wanted} yet; tasks wait for one", file=sys.stderr)
+        self.num_slots = max(1, slots)
+        named = {_OPTIONS[name]: amount for name, amount in needed.items() if name in _OPTIONS}
+        others = {name: amount for name, amount in needed.items() if name not in _OPTIONS}
+        self._call = ray.remote(max_retries=retries, resources=others, **named)(_call)
+
+    def start(self, function: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> RayTask[Answer]:
+        """Starts a call of a function, with arguments that can be pickled, once a node has the resources."""
+        return RayTask(self._ray, self._call.remote(os.getcwd(), function, args, kwargs))
+
+    def put(self, value: object) -> object:
+        """Returns a reference to a value, which `ray.get` resolves on every node."""
+        return self._ray.put(value)
+
+    def close(self) -> None:
+        """Ends the tasks, and a cluster that was started here."""
+        self._ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class RayTask(Generic[Answer]):
+    """A call of a function on a node."""
+
+    def __init__(self, ray: ModuleType, reference: Any) -> None:
+        self._ray, self._reference = ray, reference
+
+    def is_done(self) -> bool:
+        """Returns whether `result` returns or raises at once."""
+        return bool(self._ray.wait([self._reference], timeout=0)[0])
+
+    def result(self) -> Answer:
+        """Returns the result of the call.
+
+        Raises:
+          Exception: what the function raised.
+          Cancelled: the task was cancelled.
+          WorkerEnded: its node or its worker process was lost for good.
+        """
+        try:
+            answer: Answer = self._ray.get(self._reference)
+        except Exception as error:
+            raise self._meaning(error) from None
+        return answer
+
+    def future(self) -> Future[Answer]:
+        """Returns a future of the result, or of the exception that `result` raises."""
+        future: Future[Answer] = Future()
+
+        def done(theirs: Future[Answer]) -> None:
+            error = theirs.exception()
+            future.set_result(theirs.result()) if error is None else future.set_exception(self._meaning(error))
+
+        self._reference.future().add_done_callback(done)
+        return future
+
+    def interrupt(self) -> None:
+        """Raises KeyboardInterrupt in the function, or cancels the task if it has not started."""
+        self._ray.cancel(self._reference)
+
+    def kill(self) -> None:
+        """Kills the worker process of the task."""
+        self._ray.cancel(self._reference, force=True)
+
+    def _meaning(self, error: BaseException) -> BaseException:
+        exceptions = self._ray.exceptions
+        if isinstance(error, exceptions.TaskCancelledError):
+            return Cancelled("the task was cancelled")
+        if isinstance(error, exceptions.RayTaskError):
+            cause: BaseException = error.cause
+            return cause
+        if isinstance(error, exceptions.RayError):
+            return WorkerEnded(" ".join(str(error).split())[:_LONGEST])
+        return error
+
+
+class RayPool(Generic[Item, Answer]):
+    """Tasks that call one function, with the interface of `WorkerPool`; a context manager.
+
+    Args:
+      cluster: where they run.
+      setup: called once in each worker process; returns the function that is called for each item.
+      variables: environment variables of the worker processes.
+    """
+
+    def __init__(
+        self, cluster: RayCluster, setup: Callable[[], Callable[[Item], Answer]], variables: Mapping[str, str]
+    ) -> None:
+        self._cluster, self._name = cluster, os.urandom(8).hex()
+        # Inside of a list, it is fetched by the first task of a worker process alone.
+        self._setup = [cluster.put((setup, dict(variables)))]
+        self._running: set[RayTask[Answer]] = set()
+
+    def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
+        """Returns futures of the function's results for each item.
+
+        A future raises the error of the function or of the setup, or WorkerEnded if the worker processes or nodes of
+        the task were lost for good.
+        """
+        return [self._submit(item) for item in items]
+
+    def _submit(self, item: Item) -> Future[Answer]:
+        task = self._cluster.start(_served, self._name, self._setup, item)
+        self._running.add(task)
+        future: Future[Answer] = task.future()
+        future.add_done_callback(lambda _: self._running.discard(task))
+        return future
+
+    def close(self) -> None:
+        """Kills the tasks under way."""
+        for task in list(self._running):
+            task.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+@contextlib.contextmanager
+def _own_handler_of_sigterm() -> Iterator[None]:
+    """Puts back the handler of a command, which Ray replaces by its own."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _connect(ray: ModuleType, address: str) -> None:
+    """Connects to a cluster, or starts one; raises ConfigError if it cannot be reached."""
+    own = {"include_dashboard": False} if address == "local" else {}
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
+    try:
+        host, found, port = address.removeprefix("ray://").rpartition(":")
+        if found:  # Ray would try for minutes
+            socket.create_connection((host, int(port)), _ANSWER_S).close()
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
+    except Exception as error:  # of Ray, of gRPC, of the system
+        problem = " ".join(str(error).split())[:_LONGEST]
+        raise ConfigError(
+            f"--ray {printable(address)}: no Ray cluster answers ({problem}); works: --ray local"
+        ) from None
+
+
+def _call(folder: str, function: Callable[..., Answer], args: Sequence[object], kwargs: Mapping[str, object]) -> Answer:
+    """Calls a function, in a worker process of a node."""
+    with contextlib.suppress(OSError):  # a node without the folder serves paths of object stores
+        os.chdir(folder)
+    return function(*args, **kwargs)
+
+
+_functions: dict[str, Callable[[Any], Any]] = {}  # of a worker process: by pool
+
+
+def _served(name: str, boxed: Sequence[Any], item: object) -> Any:
+    """Calls the function of a pool, which the first task of a worker process sets up."""
+    import ray
+
+    if name not in _functions:
+        setup, variables = ray.get(boxed[0])
+        os.environ.update(variables)
+        _functions[name] = setup()
+    return _functions[name](item)
