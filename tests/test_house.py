@@ -33,7 +33,7 @@ WALLS = {
     "huggingface/export": {"DataConfig"},
     "training/record": {"OptimizerConfig"},
     "training/compile": set(),
-    "rl": {"DataConfig", "EvaluationConfig", "RLConfig"},
+    "rl": {"EvaluationConfig", "RLConfig"},
     "auditing": set(),
     "testing": set(),
     "pages": set(),
@@ -41,20 +41,16 @@ WALLS = {
 # The functions of these rooms that take the whole config: the public Python API, and what opens a session or compares
 # configs.
 WHOLE_CONFIG = {
-    "plan": {"BatchPlan.from_config", "BatchPlan.on_mesh", "LearningRate.from_config", "RampupBatchManager.from_config",
-             "RampupBatchManager.from_state", "render_plan"},
-    "parallel": {"make_mesh", "mesh_shape"},
+    "plan": {"BatchPlan.from_config", "LearningRate.from_config", "RampupBatchManager.from_config"},
+    "parallel": {"make_mesh"},
     "model": set(),
     "data": {"open_stream"},
     "sampling": set(),
     "runs": set(),
-    "training": {
-        "MakeModel.__call__", "RunContext.__init__", "changes_since", "check_same_start", "module_maker",
-        "program_keys", "state_flags", "train", "with_flags",
-    },
+    "training": {"MakeModel.__call__", "RunContext.__init__", "changes_since", "train"},
     "huggingface/arrays": set(),
     "huggingface/export": set(),
-    "rl": {"PromptSource.__init__", "pretraining", "train_policy", "warm_up"},
+    "rl": {"train_policy", "warm_up"},
     "auditing": set(),
     "pages": set(),
 }  # fmt: skip

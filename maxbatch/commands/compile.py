@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 from maxbatch.commands.arguments import count, local_path, note, place
 from maxbatch.commands.compiling import Compiled, compile_one, programs_on
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, show_time, smaller_targets
+from maxbatch.config.keys import Fixes
+from maxbatch.config.pins import texts_fixing
 from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, writing
@@ -79,7 +81,7 @@ def _compile_run(
       TrainingError: a program does not fit.
     """
     from maxbatch.training.compile.memory import known_parts
-    from maxbatch.training.compile.saved import program_keys, save_programs
+    from maxbatch.training.compile.saved import save_programs
     from maxbatch.training.programs import step_name
 
     programs, updates = programs_on(config, target, plan)
@@ -105,7 +107,7 @@ def _compile_run(
         if not done[name].verdict.fits:
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     executables = {name: one.executable for name, one in done.items() if one.executable is not None}
-    size = save_programs(folder, program_keys(config), target.devices, shapes, executables)
+    size = save_programs(folder, texts_fixing(Fixes.PROGRAM, config), target.devices, shapes, executables)
     if not is_json:
         _show(done, target, folder, size)
     steps = [done[step_name(shape)] for shape in shapes]

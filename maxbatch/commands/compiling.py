@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     import jax
 
     from maxbatch.data.feed.placement import BatchShape
+    from maxbatch.plan.mesh_shape import MeshShape
     from maxbatch.training.compile.memory import Verdict
     from maxbatch.training.compile.modelled import Modelled
     from maxbatch.training.compile.target import Target
@@ -40,15 +41,20 @@ class Update(NamedTuple):
         return self.samples / (self.shape.micro_batch * self.shape.max_micro_batches)
 
 
+def programs_of(config: Config, target: Target, mesh: MeshShape, expansion: int = 1) -> Programs:
+    """Returns the programs of a config's own model and loss on devices, not yet lowered."""
+    from maxbatch.training.programs import Programs, ProgramsConfig
+
+    keys = ProgramsConfig.of(config)
+    return Programs(keys, target.devices, mesh, keys.recipe.objective(config), expansion)
+
+
 def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Programs, list[Update]]:
     """Returns the programs of a run on devices, not yet lowered, and its updates."""
     from maxbatch.training.compile.ladder import largest_batch, plan_shapes
-    from maxbatch.training.programs import Programs, ProgramsConfig
-    from maxbatch.training.update.recipe import TrainedRecipe
 
     expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
-    objective = TrainedRecipe.of(config).objective(config)
-    programs = Programs(ProgramsConfig.of(config), target.devices, plan.mesh, objective, expansion)
+    programs = programs_of(config, target, plan.mesh, expansion)
     stages = [stage for stage in plan.stages if stage.num_steps is None or stage.num_steps]
     return programs, [Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)]
 

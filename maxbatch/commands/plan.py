@@ -104,10 +104,11 @@ def run(args: argparse.Namespace) -> int:
             printed["words"] = [own._asdict() for own in settings_of(plan)]
         print(json.dumps(printed, indent=2))
         return 0
+    from maxbatch.plan.plan_config import PlanConfig
     from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
 
     console = plan_console()
-    render_plan(plan, config, _in_words(model), console)
+    render_plan(plan, PlanConfig.of(config), _in_words(model), console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
     if rows:

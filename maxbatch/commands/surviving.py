@@ -39,13 +39,14 @@ class SurvivingMachine(NamedTuple):
 
 def topology_machine(config: Config, topology: str, num_slices: int) -> tuple[Config, Machine]:
     """Returns the config with the compiler flags of a topology's chip, and the topology's slices as numbers."""
-    from maxbatch.training.compile.flags import state_flags, with_flags
+    from maxbatch.training.compile.flags import flags_in_force, state_flags
     from maxbatch.training.compile.target import find_target
     from maxbatch.training.compile.topology import parse_slice
 
-    state_flags(config, parse_slice(topology).version)
+    state_flags(config.libtpu_flags, config.data_cache_dir, parse_slice(topology).version)
     target = find_target(topology, num_slices)
-    return with_flags(config, target.devices), Machine(len(target.devices), target.num_hosts, num_slices)
+    config = config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, target.devices)})
+    return config, Machine(len(target.devices), target.num_hosts, num_slices)
 
 
 def survivors(

@@ -13,7 +13,7 @@ from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.compile.flags import state_flags, with_flags
+from maxbatch.training.compile.flags import flags_in_force, state_flags
 from maxbatch.training.compile.target import Target, find_target
 from maxbatch.training.compile.topology import parse_slice
 
@@ -42,9 +42,10 @@ def config_and_target(args: argparse.Namespace) -> tuple[Config, Target]:
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
     if args.simulate_devices:
         simulate_devices(args.simulate_devices)
-    state_flags(config, parse_slice(args.topology).version if args.topology else None)
+    version = parse_slice(args.topology).version if args.topology else None
+    state_flags(config.libtpu_flags, config.data_cache_dir, version)
     target = find_target(args.topology, args.slices)
-    return with_flags(config, target.devices), target
+    return config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, target.devices)}), target
 
 
 def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Target, int]]:
@@ -75,7 +76,7 @@ def plan_on(config: Config, target: Target) -> BatchPlan:
 
     shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), target.devices)
     epoch = samples_per_epoch_if_cached(StreamConfig.of(config))
-    return BatchPlan.on_mesh(config, shape, target.num_hosts, samples_per_epoch=epoch)
+    return BatchPlan.on_mesh(PlanConfig.of(config), shape, target.num_hosts, samples_per_epoch=epoch)
 
 
 def show_time(programs: Mapping[str, Modelled]) -> None:

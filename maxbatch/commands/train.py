@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.pretraining import train
 
     with refusing_together():
-        state_flags(config)  # to join the other hosts starts JAX
+        state_flags(config.libtpu_flags, config.data_cache_dir)  # to join the other hosts starts JAX
     with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
         outcome = train(config)
     if outcome.stopped_by is None:

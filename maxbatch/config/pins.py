@@ -83,6 +83,11 @@ def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
     return facts
 
 
+def texts_fixing(what: Fixes, config: Mapping[str, Value]) -> dict[str, str]:
+    """Returns the values of the keys that fix any of the named properties, as texts by key."""
+    return {name: keys()[name].write(config[name]) for name in names_fixing(what)}
+
+
 THE_BATCH, THE_CUT = "the batch", "the cut of the batch alone"
 # The effect of a resume with another value, by section; "": none.
 _CHANGES: dict[type[Section], str] = {

@@ -33,15 +33,14 @@ def must_take_turns(devices: Sequence[jax.Device]) -> bool:
     return devices[0].platform == "cpu" and len(devices) > 1
 
 
-def mesh_shape(config: Config | PlanConfig, devices: Sequence[jax.Device]) -> MeshShape:
+def mesh_shape(config: PlanConfig, devices: Sequence[jax.Device]) -> MeshShape:
     """Returns the axis sizes of a run's mesh; a run builds them once and passes them on.
 
     Raises:
       ConfigError: the axes do not multiply to the devices, or one does not divide the model's dimension that it splits.
     """
-    stated = PlanConfig.of(config)
-    shape = MeshShape.from_config(stated, len(devices), num_slices(devices))
-    check_model_fits(stated, shape)
+    shape = MeshShape.from_config(config, len(devices), num_slices(devices))
+    check_model_fits(config, shape)
     return shape
 
 
@@ -90,4 +89,4 @@ def lay_out_again(shape: MeshShape, mesh: Mesh) -> Mesh:
 def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of a config: `mesh_shape`, laid out over the devices (by default all of them)."""
     devices = jax.devices() if devices is None else devices
-    return lay_out(mesh_shape(config, devices), devices)
+    return lay_out(mesh_shape(PlanConfig.of(config), devices), devices)

@@ -150,7 +150,7 @@ class BatchPlan:
     @classmethod
     def on_mesh(
         cls,
-        config: Config | PlanConfig,
+        config: PlanConfig,
         shape: MeshShape,
         num_hosts: int = 1,
         *,
@@ -158,15 +158,14 @@ class BatchPlan:
         resume: Resume = NEW_RUN,
     ) -> BatchPlan:
         """Plans the batch of a run of pre-training as `from_config` does, on a mesh shape that was built before."""
-        stated = PlanConfig.of(config)
         check_divides("num_hosts=", num_hosts, shape.num_devices)
 
         def meshes(tried: PlanConfig) -> RunMeshes:
-            if tried is stated:
+            if tried is config:
                 return RunMeshes(shape, shape, shape.num_devices)
             return RunMeshes.from_config(tried, shape.num_devices, shape.num_slices)  # a refusal may try other axes
 
-        return accepted(stated, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
+        return accepted(config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
 
     @classmethod
     def _on(

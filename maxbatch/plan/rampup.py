@@ -114,7 +114,7 @@ class RampupBatchManager:
 
     @classmethod
     def from_state(
-        cls, config: Config | PlanConfig, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
+        cls, config: PlanConfig, state: Mapping[str, int], num_devices: int = 1, **keywords: Any
     ) -> RampupBatchManager:
         """Plans the rest of a run from a state of `state_at`; the keywords are those of `from_config`."""
         return cls.from_config(config, num_devices, anchor=(state["step"], state["samples_seen"]), **keywords)

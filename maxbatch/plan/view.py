@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxbatch.config.sections import Config, OptimizerConfig
+from maxbatch.config.sections import OptimizerConfig
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
 from maxbatch.plan.plan_config import PlanConfig
@@ -134,7 +134,7 @@ def equation(plan: BatchPlan) -> str:
     return line
 
 
-def render_plan(plan: BatchPlan, config: Config, model: str, console: Console) -> None:
+def render_plan(plan: BatchPlan, config: PlanConfig, model: str, console: Console) -> None:
     """Prints the whole plan: the equation, the model, every number by the name it has in JSON, the ramp, the rates."""
     console.print(Text(equation(plan), style="bold"))
     console.print(Text(model), soft_wrap=True)
@@ -144,8 +144,7 @@ def render_plan(plan: BatchPlan, config: Config, model: str, console: Console) -
     except ConfigError:
         rate = None  # the samples of an epoch are unknown here
     console.print()
-    optimizer = PlanConfig.of(config).optimizer
-    console.print(ramp_table(plan, rate, [name for name in Decays._fields if _is_in_tokens(optimizer, name)]))
+    console.print(ramp_table(plan, rate, [name for name in Decays._fields if _is_in_tokens(config.optimizer, name)]))
     if plan.rl and plan.rl.updates_per_batch > 1:
         console.print()
         console.print(updates_table(plan.rl))

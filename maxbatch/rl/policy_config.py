@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from maxbatch.config.sections import DataConfig, RLConfig
+from maxbatch.config.sections import RLConfig
+from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
 
 WARM_START = "warm_start"  # the folder in `run_dir` of the training before the first update
 
 
-class PromptConfig(DataConfig):
-    """The data's keys, the template of a prompt, the bounds of its tokens, and the model that a tokenizer must fit."""
+class PromptConfig(StreamConfig):
+    """The keys of a stream, the template of a prompt, and the bound of its tokens."""
 
     prompt_template: str
     max_prefill_predict_length: int
-    max_target_length: int
-    vocab_size: int
-    load_parameters_path: str
 
 
 class RolloutConfig(DecoderConfig):

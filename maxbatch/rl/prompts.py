@@ -16,7 +16,7 @@ import numpy as np
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import Config, names_fixing
+from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import ConversationError
@@ -29,7 +29,6 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import order_identity
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.config_json import END_TOKENS, end_tokens
 from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.ready_tasks import TASKS
@@ -109,10 +108,10 @@ class PromptSource:
         than `max_prefill_predict_length`.
     """
 
-    def __init__(self, config: Config):
-        self._config = PromptConfig.of(config)
-        check_type(self._config.dataset_type)
-        if read_mixture(StreamConfig.of(config)) is not None:
+    def __init__(self, config: PromptConfig):
+        self._config = config
+        check_type(config.dataset_type)
+        if read_mixture(config) is not None:
             raise ConfigError(f"dataset_path={shown(repr(config.dataset_path))}: prompts are no mixture with weights; "
                               "files joined by ';' follow one another")  # fmt: skip
         self._fraction = HeldOutFraction.of(config.eval_fraction)

@@ -15,6 +15,7 @@ from typing import ClassVar, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from maxbatch.config.pins import facts_of
 from maxbatch.config.sections import Config
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, warn
@@ -40,7 +41,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import TimePart
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
-from maxbatch.training.compile.flags import program_options, state_flags, with_flags
+from maxbatch.training.compile.flags import flags_in_force, program_options, state_flags
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData, TaskModel, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
@@ -55,10 +56,10 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
       ConfigError: the config, the prompts, the rewards or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
-    state_flags(config)
-    check_same_start(config, "rl", {})
+    state_flags(config.libtpu_flags, config.data_cache_dir)
+    check_same_start("rl", facts_of(config))
     devices = list(devices or jax.devices())
-    config = with_flags(config, devices)
+    config = config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, devices)})
     # Refuses before a file is read.
     BatchPlan.from_config(config, len(devices), jax.process_count(), num_slices=num_slices(devices))
     with ExitStack() as stack:
@@ -89,7 +90,7 @@ def open_policy_training(context: RunContext) -> OpenedPolicy:
     check_policy(config.rl, PromptConfig.of(config), config.compiled_dir)
     rewards = context.stack.enter_context(Rewards(config.rl))
     timeline = context.stack.enter_context(Timeline())
-    source = PromptSource(config)
+    source = PromptSource(PromptConfig.of(config))
     prompts = source.train()
     identity = broadcast(lambda: prompts.identity)
     check_same_data(f"dataset_path={config.dataset_path!r}", prompts.identity)

@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import jax
 
 from maxbatch.config.loading import keys
-from maxbatch.config.sections import Config
+from maxbatch.config.sections import Config, RLConfig
+from maxbatch.config.values import Value
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
@@ -48,7 +49,7 @@ def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcom
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
 
     broadcast(write_examples)
-    return train(pretraining(config, batch, folder, documents), devices, concludes=False)
+    return train(config.replaced(pretraining(config.rl, batch, folder, documents)), devices, concludes=False)
 
 
 def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
@@ -63,28 +64,25 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
         yield f"{template.fill(record, 'a worked example')}{task.worked_answer(record, draw)}"
 
 
-def pretraining(config: Config, batch: RLBatch, folder: AnyPath, documents: str) -> Config:
-    """Returns the config of the warm start: the same model and devices, a document a row."""
+def pretraining(config: RLConfig, batch: RLBatch, folder: AnyPath, documents: str) -> dict[str, Value]:
+    """Returns the keys that the warm start changes: it has the same model and devices, and a document a row."""
     defaults = {name: key.read(key.default) for name, key in keys().items() if not key.warm_start}
-    return config.replaced(
-        defaults
-        | {
-            "batch_size": None,
-            "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
-            "gradient_accumulation_steps": None,
-            "global_batch_size": batch.effective_batch_size,
-            "batch_padding": True,  # all devices train here, and need not divide the batch of those that train later
-            "steps": config.warm_start_steps,
-            "learning_rate": config.warm_start_learning_rate,
-            "run_dir": str(folder),
-            "dataset_type": "jsonl",
-            "dataset_path": documents,
-            "packing": False,
-            "generate_prompt": "",
-            "trainer_devices_fraction": 1,
-            "sampler_devices_fraction": 1,
-        }
-    )
+    return defaults | {
+        "batch_size": None,
+        "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
+        "gradient_accumulation_steps": None,
+        "global_batch_size": batch.effective_batch_size,
+        "batch_padding": True,  # all devices train here, and need not divide the batch of those that train later
+        "steps": config.warm_start_steps,
+        "learning_rate": config.warm_start_learning_rate,
+        "run_dir": str(folder),
+        "dataset_type": "jsonl",
+        "dataset_path": documents,
+        "packing": False,
+        "generate_prompt": "",
+        "trainer_devices_fraction": 1,
+        "sampler_devices_fraction": 1,
+    }
 
 
 def warm_start_folder(run_dir: str) -> str:

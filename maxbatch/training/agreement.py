@@ -12,8 +12,6 @@ from collections.abc import Mapping
 
 import jax
 
-from maxbatch.config.pins import facts_of
-from maxbatch.config.sections import Config
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, gather, is_first
 from maxbatch.runs.run_folder import RunFolder
@@ -33,19 +31,19 @@ _JAX_SETTINGS = (
 _OF_A_PLACE = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags that shape no program
 
 
-def check_same_start(config: Config, command: str, given: Mapping[str, str]) -> None:
+def check_same_start(command: str, stated: Mapping[str, str]) -> None:
     """Checks that all hosts start the same command with the same config, versions and devices.
 
     Args:
-      config: a resolved config, before `with_flags`, which compares the flags of the TPU's compiler itself.
       command: `train` or `rl`.
-      given: a user's own parts of the run, by their argument.
+      stated: the config (`facts_of`) before `flags_in_force`, which compares the flags of the TPU's compiler itself,
+        and a user's own parts of the run by their argument.
 
     Raises:
       ConfigError: some differ; the message names each with its values and their hosts.
     """
     if jax.process_count() > 1:
-        facts = {"command": command} | facts_of(config) | dict(given) | _machine()
+        facts = {"command": command} | dict(stated) | _machine()
         check_agreed(facts, "start all hosts with the same config, on the same versions")
 
 

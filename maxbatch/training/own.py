@@ -94,7 +94,7 @@ def _code_of(part: object) -> str:
         content = Path(inspect.getfile(code)).read_bytes()
     except (TypeError, OSError):  # of a notebook, or of C
         content = b""
-    return f"{_name(part)} {hashlib.sha256(content).hexdigest()[:16]}"
+    return f"{name_of(part)} {hashlib.sha256(content).hexdigest()[:16]}"
 
 
 def check_parts(parts: Parts) -> None:
@@ -121,11 +121,11 @@ def _check_call(argument: str, function: Any, call: str, *args: Any, **kwargs: A
     try:
         signature.bind(*args, **kwargs)
     except TypeError as error:
-        name = _name(function)
+        name = name_of(function)
         raise ConfigError(f"{argument}: is called as {name}{call}, but takes {name}{signature} ({error})") from None
 
 
-def _name(function: Any) -> str:
+def name_of(function: Any) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -141,21 +141,21 @@ def _naming(part: str) -> Iterator[None]:
         raise
 
 
-def module_maker(model: MakeModel, config: Config) -> ModelMaker:
-    """Returns a user's model as a function of the random numbers alone.
+def module_maker(model: ModelMaker, name: str) -> ModelMaker:
+    """Returns a user's model, a function of the random numbers alone, with errors that name it.
 
     Raises:
       ConfigError: (the function) what it makes is no `flax.nnx.Module` with floating-point parameters.
     """
 
     def make(*, rngs: nnx.Rngs) -> Any:
-        with _naming(f"the model, as {_name(model)}(config, rngs=rngs)"):
-            made = model(config, rngs=rngs)
+        with _naming(f"the model, as {name}(config, rngs=rngs)"):
+            made = model(rngs=rngs)
         if not isinstance(made, nnx.Module):
-            raise ConfigError(f"model: {_name(model)} returned {type(made).__name__}; it must be a flax.nnx.Module")
+            raise ConfigError(f"model: {name} returned {type(made).__name__}; it must be a flax.nnx.Module")
         leaves = jax.tree.leaves_with_path(nnx.state(made, nnx.Param))
         if not leaves:
-            raise ConfigError(f"model: {_name(model)} has no nnx.Param, so that there is nothing to train")
+            raise ConfigError(f"model: {name} has no nnx.Param, so that there is nothing to train")
         for path, leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 where = jax.tree_util.keystr(path)
@@ -188,11 +188,11 @@ def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> Opt
         return lambda _: optimizer
 
     def make(learning_rate: Any, /) -> optax.GradientTransformation:
-        with _naming(f"the optimizer, as {_name(optimizer)}(learning_rate)"):
+        with _naming(f"the optimizer, as {name_of(optimizer)}(learning_rate)"):
             made = optimizer(learning_rate)
         if not isinstance(made, optax.GradientTransformation):
             raise ConfigError(
-                f"optimizer: {_name(optimizer)} returned {type(made).__name__}; it must be an "
+                f"optimizer: {name_of(optimizer)} returned {type(made).__name__}; it must be an "
                 "optax.GradientTransformation"
             )
         return made
@@ -220,7 +220,7 @@ def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: Model
             with _naming(f"the model, called with tokens and segments int32{shape}"):
                 found = _next_token_sums(called, given, config.vocab_size)
         else:
-            with _naming(f"the objective {_name(loss)} or the model that it calls, with rows of tokens int32{shape}"):
+            with _naming(f"the objective {name_of(loss)} or the model that it calls, with rows of tokens int32{shape}"):
                 returned = loss(called, given)
             found = _checked(returned)
         return ObjectiveSums(*found, {}, called.routing if isinstance(called, _RoutedModel) else None)

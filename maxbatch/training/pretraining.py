@@ -13,9 +13,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
+from maxbatch.config.pins import facts_of, texts_fixing
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import Config, EvaluationConfig, OptimizerConfig
+from maxbatch.config.sections import Config, EvaluationConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import is_loading
@@ -25,7 +27,6 @@ from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
@@ -44,13 +45,22 @@ from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted, folded_command
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
-from maxbatch.training.compile.flags import program_options, state_flags, with_flags
+from maxbatch.training.compile.flags import flags_in_force, program_options, state_flags
 from maxbatch.training.compile.ladder import StepLadder
-from maxbatch.training.compile.saved import SavedPrograms, program_keys
+from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator, num_evaluated
 from maxbatch.training.harness.run_model import RunModel, RunModelConfig
 from maxbatch.training.harness.tasks import Tasks
-from maxbatch.training.own import Parts, check_parts, code_of, module_maker, objective_of, optimizer_maker, task_model
+from maxbatch.training.own import (
+    Parts,
+    check_parts,
+    code_of,
+    module_maker,
+    name_of,
+    objective_of,
+    optimizer_maker,
+    task_model,
+)
 from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.reference import (
@@ -67,7 +77,6 @@ from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 
 CONFIGURED = Parts()  # all of it the config's
@@ -93,10 +102,10 @@ def train(
     """
     give_cpu_devices_threads()
     leave_out_absent_tpu()
-    state_flags(config)
-    check_same_start(config, "train", code_of(parts))
+    state_flags(config.libtpu_flags, config.data_cache_dir)
+    check_same_start("train", facts_of(config) | code_of(parts))
     devices = devices or jax.devices()
-    config = with_flags(config, devices)
+    config = config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, devices)})
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
         return Session(context, open_pretraining(context, parts, concludes), parts.outputs).run()
@@ -109,23 +118,24 @@ def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: 
       ConfigError: the config, the parts or the data cannot be used, or the hosts have different data.
     """
     config = context.config
-    recipe = TrainedRecipe.of(config)
-    _check(parts, config.compiled_dir, recipe)
+    keys, planning = ProgramsConfig.of(config), PlanConfig.of(config)
+    _check(parts, config.compiled_dir, keys.recipe)
     tasks = _open_tasks(config.evaluation, parts)
-    mesh_shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), context.devices)
-    expansion = max(1, int(expansion_factor(PlanConfig.of(config), jax.process_count())))
-    make_model = module_maker(parts.model, config) if parts.model else None
-    own_optimizer = optimizer_maker(parts.optimizer, OptimizerConfig.of(config))
-    model = task_model(make_model, UpdateConfig.of(config), mesh_shape, own_optimizer)
-    objective = objective_of(parts.objective, make_model, config.model) or recipe.objective(config)
+    mesh_shape = checked_mesh_shape(planning, keys, context.devices)
+    expansion = max(1, int(expansion_factor(planning, jax.process_count())))
+    make_model = module_maker(partial(parts.model, config), name_of(parts.model)) if parts.model else None
+    own_optimizer = optimizer_maker(parts.optimizer, keys.optimizer)
+    model = task_model(make_model, keys, mesh_shape, own_optimizer)
+    objective = objective_of(parts.objective, make_model, config.model) or keys.recipe.objective(config)
     stream = None
     if is_loading(jax.process_index(), expansion):
         own = parts.stream
         stream = open_stream(config) if own is None else as_stream(own, StreamConfig.of(config))
     data = _agree_on_data(stream, config.dataset_path, jax.process_count() // expansion)
     return OpenedPretraining(
-        context, parts, concludes, recipe, tasks, mesh_shape, expansion, own_optimizer, model, objective, stream, data
-    )
+        context, parts, concludes, keys, planning, tasks, mesh_shape, expansion, own_optimizer, model, objective,
+        stream, data,
+    )  # fmt: skip
 
 
 def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
@@ -175,7 +185,8 @@ class OpenedPretraining:
     context: RunContext
     parts: Parts
     concludes: bool  # whether a sample of text and the next command end the run
-    recipe: TrainedRecipe
+    keys: ProgramsConfig
+    planning: PlanConfig
     tasks: Tasks | None  # that evals score
     mesh_shape: MeshShape
     expansion: int  # one host in so many loads
@@ -204,13 +215,19 @@ class OpenedPretraining:
         """Plans the run; `compiled_dir` must fit."""
         context, config = self.context, self.context.config
         plan = BatchPlan.on_mesh(
-            config, self.mesh_shape, jax.process_count(), samples_per_epoch=self.data.samples_per_epoch, resume=resume
+            self.planning,
+            self.mesh_shape,
+            jax.process_count(),
+            samples_per_epoch=self.data.samples_per_epoch,
+            resume=resume,
         )
         programs = Programs(
-            ProgramsConfig.of(config), context.devices, self.mesh_shape, self.objective, self.expansion,
+            self.keys, context.devices, self.mesh_shape, self.objective, self.expansion,
             self.own_optimizer,
         )  # fmt: skip
-        saved = SavedPrograms(config.compiled_dir, program_keys(config), programs.mesh) if config.compiled_dir else None
+        saved = None
+        if config.compiled_dir:
+            saved = SavedPrograms(config.compiled_dir, texts_fixing(Fixes.PROGRAM, config), programs.mesh)
         return PlannedPretraining(self, plan, programs, saved, self._tasks_model(programs))
 
     def _tasks_model(self, programs: Programs) -> RunModel | None:
@@ -229,14 +246,12 @@ class OpenedPretraining:
         The answer of a pair's record is the chosen one.
         """
         config = self.context.config
-        if not (self.recipe.has_answers and config.generate_prompt) or self.is_own:
+        if not (self.keys.recipe.has_answers and config.generate_prompt) or self.is_own:
             return None
         questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
         if not questions:
             return None
-        return Answers(
-            DecoderConfig.of(config), self.tokenizer(), mesh, end_tokens(config.load_parameters_path), questions
-        )
+        return Answers(self.keys, self.tokenizer(), mesh, end_tokens(config.load_parameters_path), questions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -312,7 +327,7 @@ class PlannedPretraining:
             tokenizer = opened.stream.tokenizer if opened.stream is not None else opened.tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
             found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
-            if opened.recipe.has_answers:
+            if opened.keys.recipe.has_answers:
                 with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
@@ -325,7 +340,7 @@ class PlannedPretraining:
         bounds = opened.context.config.evaluation
         return find_reference(
             opened.context.folder.path / REFERENCE_FILE,
-            Reference(opened.recipe.unit, opened.objective.num_referred),
+            Reference(opened.keys.recipe.unit, opened.objective.num_referred),
             start.parameters.origin.mark,
             start.position.step > 0,
             ReadPart(opened.stream, last),
@@ -374,7 +389,7 @@ class BuiltPretraining:
             merging = compile_merging(context.config.adapters, planned.abstract)
         evaluator = self._evaluator(held_out) if self.has_eval_loss else None
         answers, log = None, None
-        if evaluator and opened.recipe.answers_evals:
+        if evaluator and opened.keys.recipe.answers_evals:
             answers = opened.answers_to(held_out, planned.mesh)
         if answers and is_first():
             log = stack.enter_context(closing(AnswersLog(context.folder, context.board, self.start.position.step)))
@@ -382,9 +397,9 @@ class BuiltPretraining:
 
     def _evaluator(self, held_out: Stream | None) -> Evaluator:
         opened, plan, placement = self.opened, self.planned.plan, self.planned.programs.placement
-        update, bounds = UpdateConfig.of(opened.context.config), opened.context.config.evaluation
+        keys, bounds = opened.keys, opened.keys.evaluation
         num_rows, batch_size = self.held_out.num_samples, plan.eval_batch_size
-        return Evaluator(update, bounds, placement, held_out, num_rows, batch_size, opened.objective)
+        return Evaluator(keys, bounds, placement, held_out, num_rows, batch_size, opened.objective)
 
     def _referred_streams(self) -> tuple[Stream | None, Stream | None]:
         """Returns the training stream and the held-out one, beside their reference if the objective has one."""
@@ -443,8 +458,7 @@ class BuiltPretraining:
             assert read is not None and abstract.frozen is not None, "adapters adapt a loaded model"
             return restored._replace(frozen=read(abstract.frozen))
         if read:
-            keys = UpdateConfig.of(opened.context.config)
-            return init_opt_state(keys, abstract, read(abstract.model), opened.own_optimizer)
+            return init_opt_state(opened.keys, abstract, read(abstract.model), opened.own_optimizer)
         return self._initial_state()
 
     def _initial_state(self) -> TrainState:
@@ -538,7 +552,7 @@ class RunningPretraining:
         if config.generate_prompt and not is_own and not context.stop.is_asked:
             params = self._merged(state)
             try:
-                found = self._answer_sample(params) if opened.recipe.has_answers else None
+                found = self._answer_sample(params) if opened.keys.recipe.has_answers else None
                 text, asks = found or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"

@@ -80,13 +80,13 @@ def test_a_mesh_that_is_built_is_planned_as_it_is() -> None:
     config = load_config(overrides=["ici_fsdp_parallelism=4", "dcn_data_parallelism=-1", "steps=10"])
     shape = MeshShape.from_config(PlanConfig.of(config), 8, num_slices=2)
     planned = BatchPlan.from_config(config, 8, 2, num_slices=2, resume=Resume(3, 384))
-    on_mesh = BatchPlan.on_mesh(config, shape, 2, resume=Resume(3, 384))
+    on_mesh = BatchPlan.on_mesh(PlanConfig.of(config), shape, 2, resume=Resume(3, 384))
     assert on_mesh == planned and on_mesh.mesh is shape and on_mesh.total_samples == 1280
     # What is named in place of a batch that does not fit may change the mesh.
     config = load_config(overrides=["global_batch_size=30", "num_pipeline_repeats=2"])
     shape = MeshShape.from_config(PlanConfig.of(config), 8)
     with pytest.raises(ConfigError, match=r"works: num_pipeline_repeats=1 global_batch_size=32$"):
-        BatchPlan.on_mesh(config, shape)
+        BatchPlan.on_mesh(PlanConfig.of(config), shape)
 
 
 def test_fractions_of_a_row_per_device_are_exact() -> None:

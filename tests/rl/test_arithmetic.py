@@ -83,5 +83,6 @@ def test_the_warm_start_trains_on_all_devices_also_where_these_do_not_divide_the
     keys = config("batch_size=3", "num_generations=2", *shares)
     batch = BatchPlan.from_config(keys, 4).rl
     assert batch is not None and batch.num_trainer_devices == 3
-    warm = BatchPlan.from_config(pretraining(keys, batch, tmp_path, "examples.jsonl"), 4)
+    changed = keys.replaced(pretraining(keys.rl, batch, tmp_path, "examples.jsonl"))
+    warm = BatchPlan.from_config(changed, 4)
     assert (warm.global_batch_size_to_train_on, warm.padded_slots_per_step) == (6, 2)

@@ -67,7 +67,7 @@ class MeasuredRun:
     def total_samples(self) -> int | None:
         """Samples of the whole run; None if its length is stated in epochs."""
         state = {"step": self.records[-1][Metric.STEP], "samples_seen": self.samples_seen}
-        return RampupBatchManager.from_state(self.config, state, self.num_devices).total_samples
+        return RampupBatchManager.from_state(PlanConfig.of(self.config), state, self.num_devices).total_samples
 
     @property
     def first_batch_size(self) -> int:

@@ -14,10 +14,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from maxbatch.commands.compiling import programs_of
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
+from maxbatch.config.pins import texts_fixing
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.sections import REMAT_TENSORS, Config, names_fixing
 from maxbatch.data.feed.placement import BatchShape
@@ -31,10 +33,9 @@ from maxbatch.training.compile.compiler import Shortage
 from maxbatch.training.compile.flags import program_options
 from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
 from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
-from maxbatch.training.compile.saved import program_keys, versions
+from maxbatch.training.compile.saved import versions
 from maxbatch.training.compile.target import Target, device_facts
-from maxbatch.training.programs import Programs, ProgramsConfig
-from maxbatch.training.update.recipe import TrainedRecipe
+from maxbatch.training.programs import Programs
 
 _FORMAT = 4  # version of an answer on disk
 
@@ -62,10 +63,11 @@ class CompilerOracle:
         self.config, self.target, self.mesh, self._say = config, target, mesh, say
         self.asked: dict[BatchShape, Asked] = {}
         self._folder = cache_folder(config.data_cache_dir, "fit")
+        shaping = texts_fixing(Fixes.PROGRAM, config)
         identity = {
             "format": _FORMAT,
             # The shape defines the batch.
-            "keys": {k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)},
+            "keys": {k: v for k, v in shaping.items() if k not in names_fixing(Fixes.BATCH)},
             "versions": versions(target.devices[0].platform),
             "target": [target.name, device_facts(target.devices), target.memory_bytes],
         }
@@ -73,8 +75,7 @@ class CompilerOracle:
 
     @cached_property
     def _programs(self) -> Programs:
-        objective = TrainedRecipe.of(self.config).objective(self.config)
-        return Programs(ProgramsConfig.of(self.config), self.target.devices, self.mesh, objective)
+        return programs_of(self.config, self.target, self.mesh)
 
     def ask(self, *shapes: BatchShape) -> list[Verdict]:
         """Returns the verdicts on batches of these shapes, compiled in parallel if there are cores."""

@@ -16,7 +16,6 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from maxbatch.config.sections import Config
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.parallel.absent_tpu import tpu_version_here
@@ -109,12 +108,14 @@ def _libtpu() -> tuple[int, ...]:
     return tuple(map(int, numbers[:3])) or (sys.maxsize,)
 
 
-def state_flags(config: Config, version: str | None = None) -> None:
+def state_flags(stated: str, cache_dir: str, version: str | None = None) -> None:
     """Sets the user's own flags for this process; `LIBTPU_INIT_ARGS` overrides `libtpu_flags`.
 
-    Must be called before JAX starts its backends. `with_flags` adds our flags.
+    Must be called before JAX starts its backends. `flags_in_force` adds our flags.
 
     Args:
+      stated: `libtpu_flags`.
+      cache_dir: `data_cache_dir`.
       version: the target TPU, such as `v5p`; None: this machine's.
 
     Raises:
@@ -124,17 +125,16 @@ def state_flags(config: Config, version: str | None = None) -> None:
     if version not in _FLAGS:  # no TPU, or too old
         return
     ours = flags_of(version)
-    stated = {name: value for name, value in _stated(config.libtpu_flags).items() if ours.get(name) != value}
-    held = stated | _held()
+    held = {name: value for name, value in _stated(stated).items() if ours.get(name) != value} | _held()
     if own := {name: value for name, value in held.items() if name != _ADDED_BY_JAX}:
-        _try(own, version, config.data_cache_dir)
+        _try(own, version, cache_dir)
     os.environ[VARIABLE] = text_of(held)
 
 
-def with_flags(config: Config, devices: Sequence[jax.Device]) -> Config:
-    """Returns the config with the flags in force on devices: ours for `auto`, below `LIBTPU_INIT_ARGS`.
+def flags_in_force(stated: str, devices: Sequence[jax.Device]) -> str:
+    """Returns `libtpu_flags` as in force on devices: ours for `auto`, below `LIBTPU_INIT_ARGS`.
 
-    Drops our unsupported flags with a warning. Without TPUs, returns the config unchanged. All hosts must call it.
+    Drops our unsupported flags with a warning. Without TPUs, returns the text unchanged. All hosts must call it.
 
     Raises:
       ConfigError: the compiler does not support a flag of the user's, or the hosts' flags differ.
@@ -143,14 +143,12 @@ def with_flags(config: Config, devices: Sequence[jax.Device]) -> Config:
 
     version = _version_of(devices)
     if version is None:
-        return config
+        return stated
     own = _held()
     own.pop(_ADDED_BY_JAX, None)
-    is_auto = config.libtpu_flags == AUTO
-    wanted = flags_of(version) if is_auto else _stated(config.libtpu_flags)
-    refused = _refused(
-        {name: value for name, value in wanted.items() if name not in own}, own, config.libtpu_flags, devices
-    )
+    is_auto = stated == AUTO
+    wanted = flags_of(version) if is_auto else _stated(stated)
+    refused = _refused({name: value for name, value in wanted.items() if name not in own}, own, stated, devices)
     if refused and not is_auto:
         raise _refusal(next(iter(refused)), version, "libtpu_flags")
     for name in {name: None for names in gather(list(refused)) for name in names}:
@@ -163,7 +161,7 @@ def with_flags(config: Config, devices: Sequence[jax.Device]) -> Config:
             f"libtpu_flags: must be the same on all hosts, and host {differing[0]} has {shown(texts[differing[0]])} "
             f"where host 0 has {shown(texts[0])}; works: the same {VARIABLE} and libtpu on all hosts"
         )
-    return config.replaced({"libtpu_flags": in_force})
+    return in_force
 
 
 def program_options(libtpu_flags: str, devices: Sequence[jax.Device]) -> dict[str, str]:
@@ -172,7 +170,7 @@ def program_options(libtpu_flags: str, devices: Sequence[jax.Device]) -> dict[st
     Empty without a TPU.
 
     Args:
-      libtpu_flags: the key as `with_flags` returned it.
+      libtpu_flags: the key as `flags_in_force` returned it.
     """
     if _version_of(devices) is None:
         return {}

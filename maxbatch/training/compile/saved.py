@@ -19,9 +19,6 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import keys
-from maxbatch.config.sections import Config, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.rampup import Stage
@@ -35,11 +32,6 @@ from maxbatch.training.compile.target import device_facts, machine_name
 FORMAT = 2
 MANIFEST = "manifest.json"
 _MOST_BYTES = 4 << 30  # bound of one program
-
-
-def program_keys(config: Config) -> dict[str, str]:
-    """Returns the config keys that determine a run's programs, as texts."""
-    return {name: keys()[name].write(config[name]) for name in names_fixing(Fixes.PROGRAM)}
 
 
 def versions(platform: str) -> dict[str, str]:

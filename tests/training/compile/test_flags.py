@@ -16,7 +16,7 @@ from maxbatch.config.sections import Config
 from maxbatch.parallel import hosts
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile import flags
-from maxbatch.training.compile.flags import VARIABLE, flags_of, program_options, state_flags, text_of, with_flags
+from maxbatch.training.compile.flags import VARIABLE, flags_in_force, flags_of, program_options, state_flags, text_of
 from maxbatch.training.compile.target import find_target
 from tests.helpers.command import maxbatch
 from tests.helpers.tiny import TINY_RUN, tiny_config
@@ -43,8 +43,8 @@ def devices_of(version: str) -> Any:
 
 
 def started(config: Config, version: str) -> Config:
-    state_flags(config, version)
-    return with_flags(config, devices_of(version))
+    state_flags(config.libtpu_flags, config.data_cache_dir, version)
+    return config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, devices_of(version))})
 
 
 @pytest.mark.parametrize("libtpu", ["0.0.42.1", "0.0.46", "0.0.52"])
@@ -104,10 +104,9 @@ def test_none_sets_nothing(takes_all: None) -> None:
 
 
 def test_without_a_tpu_nothing_is_set() -> None:
-    config = tiny_config()
-    state_flags(config)
+    state_flags("auto", "")
     cpu: Any = [SimpleNamespace(platform="cpu")]
-    assert with_flags(config, cpu) is config and config.libtpu_flags == "auto"
+    assert flags_in_force("auto", cpu) == "auto"
     assert os.environ[VARIABLE] == "" and program_options("--xla_a=1", cpu) == {}
 
 
@@ -122,14 +121,14 @@ def test_a_flag_that_one_host_drops_is_dropped_on_all(
     dropped = "--xla_enable_async_all_gather"
     monkeypatch.setattr(flags, "_refused", lambda *_: {})
     monkeypatch.setattr(hosts, "gather", lambda value: [value, [dropped] if isinstance(value, list) else value])
-    assert dropped not in with_flags(tiny_config(), devices_of("v5p")).libtpu_flags
+    assert dropped not in flags_in_force("auto", devices_of("v5p"))
     assert dropped in capsys.readouterr().err
 
 
 def test_hosts_with_other_flags_are_refused(takes_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "gather", lambda value: [value, [] if isinstance(value, list) else "--xla_own=1"])
     with pytest.raises(ConfigError, match="libtpu_flags: must be the same on all hosts, and host 1 has --xla_own=1"):
-        with_flags(tiny_config(), devices_of("v5p"))
+        flags_in_force("auto", devices_of("v5p"))
 
 
 @compiler
@@ -142,8 +141,7 @@ def test_a_flag_of_ours_that_the_compiler_refuses_is_dropped_with_one_warning(
     wanted = flags_of(version)
     monkeypatch.setattr(flags, "flags_of", lambda _: wanted | {UNKNOWN: "true"})
     target = find_target(f"{version}:{'2x2' if version in ('v5e', 'v6e') else '2x2x1'}")
-    config = with_flags(tiny_config(), target.devices)
-    assert config.libtpu_flags == text_of(wanted)
+    assert flags_in_force("auto", target.devices) == text_of(wanted)
     lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("maxbatch: warning")]
     assert len(lines) == 1 and f"does not take {UNKNOWN}=true for a {version}" in lines[0]
 
