@@ -1,1 +1,1 @@
-"""One file for each kind of sample: what it knows on every floor, from its records to its loss."""
+"""One file per kind of sample: its behaviour on every floor, from records to loss."""

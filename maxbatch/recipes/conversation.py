@@ -1,4 +1,4 @@
-"""Conversations (`use_sft`): a sample is a row of whole conversations, of which the answers are trained on."""
+"""Conversations (`use_sft`): a sample is a row of whole conversations, trained on their answers."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class ConversationRecipe(TrainedRecipe):
-    """Conversations, of which the answers are trained on."""
+    """Conversations, trained on their answers."""
 
     records = "conversations"
     fields = "sft_format names their fields"
     has_answers = True
     holds_chats = True
-    reads_blocks = False  # the lengths of all decide which of them fit
+    reads_blocks = False  # packing needs all lengths
     answers_evals = True
 
     def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> Conversations:
@@ -34,7 +34,7 @@ class ConversationRecipe(TrainedRecipe):
         return Conversations(tokenizer, completion_only, skips, config.sft_format, config.text_field)
 
     def has_made(self, made: Mapping[str, object] | None) -> bool:
-        return made is not None and not {"kind", "pairs"} & made.keys()  # the first kind, which its stores do not name
+        return made is not None and not {"kind", "pairs"} & made.keys()  # the oldest kind, without a name in its stores
 
     def prepared_settings(self, manifest: Manifest) -> dict[str, object]:
         made = manifest["conversations"]
@@ -43,12 +43,12 @@ class ConversationRecipe(TrainedRecipe):
 
     def row_identity(self, config: StreamConfig) -> Identity:
         identity = {key: config[key] for key in names_fixing(Fixes.ROWS | Fixes.CHAT)}
-        if identity["sft_format"] == "auto":  # what was found is in the content; streams from before the key lack it
+        if identity["sft_format"] == "auto":  # the form found is in the content; older streams lack the key
             del identity["sft_format"]
         return identity | {"packing_strategy": self.strategy(config)}
 
     def strategy(self, config: StreamConfig) -> str:
-        """Returns how documents are packed: conversations are never cut, so best fit is the only way."""
+        """Returns best fit, the only packing that cuts no conversation."""
         return "best_fit" if config.packing else str(config.packing_strategy)
 
     def fitted(self, config: StreamConfig, split: Split) -> Fitted:

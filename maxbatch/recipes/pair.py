@@ -1,7 +1,7 @@
 """Preference pairs (`use_dpo`): a sample is a prompt with the chosen answer, then with the rejected one.
 
-A record has `chosen` and `rejected`, two texts or two lists of messages, and `prompt`, of the same kind; without it the
-prompt is the beginning that both share. It becomes two documents, one after the other; only the answers are trained on.
+A record has `chosen` and `rejected`, two texts or two lists of messages, and `prompt`, of the same type; without it,
+the prompt is their common beginning. A record becomes two consecutive documents; only the answers are trained on.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from maxbatch.training.update.gradients import Objective
 
 _T = TypeVar("_T")
-_PAIR = ("prompt", "chosen", "rejected")  # without the first, the prompt is the beginning that the others share
+_PAIR = ("prompt", "chosen", "rejected")  # without the first, the prompt is the others' common beginning
 
 
 @dataclass(frozen=True)
 class PairRecords(Conversations):
-    """How records become pairs of documents."""
+    """Conversion of records to pairs of documents."""
 
     needs_trained: ClassVar[bool] = True
 
@@ -45,7 +45,7 @@ class PairRecords(Conversations):
 
 
 def _common(one: Iterable[_T], other: Iterable[_T]) -> Iterator[_T]:
-    """Yields the items that both begin with."""
+    """Yields the common beginning of two sequences."""
     return (a for a, _ in itertools.takewhile(lambda two: two[0] == two[1], zip(one, other, strict=False)))
 
 
@@ -97,7 +97,7 @@ class PairRecipe(TrainedRecipe):
         return PairRecords(tokenizer, completion_only=True, skip_bad_records=config.skip_bad_records)
 
     def has_made(self, made: Mapping[str, object] | None) -> bool:
-        return made is not None and bool(made.get("pairs"))  # its stores are older than the names of kinds
+        return made is not None and bool(made.get("pairs"))  # its stores predate the names of kinds
 
     def prepared_settings(self, manifest: Manifest) -> dict[str, object]:
         return {}

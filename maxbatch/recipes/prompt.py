@@ -1,4 +1,4 @@
-"""Prompts (`batch_size`): a sample is a prompt, and an update trains on responses that the model itself draws."""
+"""Prompts (`batch_size`): a sample is a prompt, and updates train on the model's own responses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from maxbatch.config.values import Value
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.recipe import TrainedRecipe
 
-# Keys whose values maxbatch rl cannot have, with the rule and the value that works.
+# Keys with values that maxbatch rl cannot have, with rule and working value.
 _REFUSED: Mapping[str, tuple[str, object]] = {
     "load_full_state_path": (
         "empty in reinforcement learning, which starts from parameters (load_parameters_path)", '""'

@@ -1,4 +1,4 @@
-"""Text: a sample is a row of tokens, of which each is predicted from those before it."""
+"""Text: a sample is a row of tokens, each predicted from the previous ones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from maxbatch.training.update.recipe import TrainedRecipe
 
 
 class TextRecipe(TrainedRecipe):
-    """Text: all of it the defaults."""
+    """Text: all defaults."""
 
 
 RECIPE = TextRecipe()

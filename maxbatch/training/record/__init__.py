@@ -1,1 +1,1 @@
-"""The record of a run: metrics, boards, loggers, progress, throughput, profiles."""
+"""The record of a run: metrics, TensorBoard, trackers, progress, throughput, profiles."""

@@ -1,6 +1,6 @@
-"""Answers of a model in fine-tuning to records of its data: those held out at each eval, one at the end of the run.
+"""A fine-tuned model's answers to records: to held-out ones at each eval, and to one at the end of the run.
 
-A question is what precedes the first trained tokens of a record, whatever made it: a chat template, or a plain prompt.
+A question is the part of a record before its first trained tokens, by a chat template or as a plain prompt.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from maxbatch.training.compile.background import Background, MakeExecutable
 from maxbatch.training.record.board import Board
 
 MOST_QUESTIONS = 4
-_MOST_TOKENS = 64  # of an answer, so that an eval stays short
-_ROWS_PER_QUESTION = 8  # that are looked through
+_MOST_TOKENS = 64  # per answer, to keep evals short
+_ROWS_PER_QUESTION = 8  # searched for questions
 
 
 class Question(NamedTuple):
-    """The tokens before an answer, and the answer of the record."""
+    """The tokens before an answer, and the record's answer."""
 
     prompt: list[int]
     answer: list[int]
 
 
 def questions_of(stream: Stream, most: int = MOST_QUESTIONS) -> list[Question]:
-    """Returns the first questions of a stream, one a row; none of records whose tokens are all trained on."""
+    """Returns the first questions of a stream, one per row; skips records with all tokens trained on."""
     length = most * _ROWS_PER_QUESTION
     rows = stream.read(0, min(length, stream.samples_per_epoch or length))
     found = []
     for tokens, segments, weights in zip(rows["tokens"], rows["segments"], rows["weights"], strict=True):
         trained = (segments == 1) & (weights > 0)
         begin = int(np.argmax(trained))
-        if not trained.any() or begin <= 1:  # the first token of a segment has no weight in any case
+        if not trained.any() or begin <= 1:  # the first token of a segment never has weight
             continue
         rest = trained[begin:]
         end = begin + (int(np.argmin(rest)) if not rest.all() else len(rest))
@@ -56,10 +56,10 @@ def questions_of(stream: Stream, most: int = MOST_QUESTIONS) -> list[Question]:
 
 
 class Answers:
-    """The likeliest answers to some questions, each drawn by itself, so that one program serves any mesh.
+    """Greedy answers to questions, drawn one at a time, so that one program serves any mesh.
 
     Args:
-      end_ids: tokens that end an answer, besides those of the tokenizer and of its chat template.
+      end_ids: tokens that end an answer, besides the tokenizer's and its chat template's.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Answers:
         self._compiled = background.start(partial(make, "answers", lower))
 
     def __call__(self, params: State) -> list[Answer]:
-        """Returns the answers of parameters to all questions; every host calls it.
+        """Answers all questions with these parameters; every host calls it.
 
         Raises:
           TrainingError: the parameters are not finite.
@@ -92,7 +92,7 @@ class Answers:
         return [self.to(question, params) for question in self.questions]
 
     def to(self, question: Question, params: State) -> Answer:
-        """Returns the answer to one question."""
+        """Answers one question."""
         begin = len(question.prompt)
         prompt_1xP = np.full((1, self._length), self.tokenizer.pad_id, np.int32)
         prompt_1xP[0, :begin] = question.prompt
@@ -107,9 +107,9 @@ class Answers:
 
 
 class AnswersLog:
-    """The answers of the evals: a line of `answers.jsonl` each, and a text in TensorBoard.
+    """The answers of evals: a line of `answers.jsonl` each, and a text in TensorBoard.
 
-    Answers of updates after `step`, which will be redone, are dropped.
+    Drops answers of updates after `step`, which will be redone.
     """
 
     def __init__(self, folder: RunFolder, board: Board | None, step: int) -> None:

@@ -17,7 +17,7 @@ from maxbatch.training.record.recorder import Record
 
 @contextlib.contextmanager
 def _hidden(*modules: str) -> Iterator[None]:
-    """Lets imports of modules that are not loaded fail, as if they were not installed."""
+    """Makes imports of modules fail, unless loaded, as if they were not installed."""
     hidden = [name for name in modules if name not in sys.modules]
     for name in hidden:
         sys.modules[name] = None  # type: ignore[assignment]
@@ -28,31 +28,32 @@ def _hidden(*modules: str) -> Iterator[None]:
             del sys.modules[name]
 
 
-# Where the clients of object stores are installed, tensorboardX imports them for half a second; it writes files alone.
+# tensorboardX spends half a second on importing installed store clients; here it only writes local files.
 with _hidden("boto3", "google.cloud.storage"):
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
 
 _FLUSH_S = 120.0
-_UPLOADED_BYTES = 4 << 20  # at most, or little more, by each upload
-SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # besides the hyperparameters
+_UPLOADED_BYTES = 4 << 20  # about the most per upload
+SHOWN_RESULTS = (Metric.EVAL_LOSS, Metric.LOSS, Metric.TOKENS_PER_SECOND)  # shown beside hyperparameters
 
 
 class Board:
-    """Writes the numbers of each record on the thread that records.
+    """TensorBoard events, written on the recording thread.
 
-    Events of updates after `step`, which will be redone, are purged. A disk that is full, or another failed write, ends
-    the events; training continues, since `metrics.jsonl` holds the same. Once it does, a call of `warn` says so: a disk
-    that is full for everything ends the run with a line of its own. A failure of an object store is raised.
+    Events of updates after `step`, which will be redone, are purged. A full disk or another failed write ends the
+    events; training continues, since `metrics.jsonl` has the same numbers. `warn` is called when it does continue,
+    because a disk that is full for everything ends the run with its own message. A failure of an object store is
+    raised.
     """
 
     def __init__(self, folder: AnyPath, step: int, warn: Callable[[str], None]) -> None:
         self._folder, self._files, self._warn = folder, 0, warn
-        self._problem: str | None = None  # why the events ended, if that is still to be said
+        self._problem: str | None = None  # reason why the events ended, until reported
         self._writer: EventsWriter | None = None
         self._stack = contextlib.ExitStack()
-        # An object cannot grow: events go to a file here, which is copied for others to see.
+        # Objects cannot grow, so events go to a local file, which is copied to the store.
         self._here = self._stack.enter_context(place_here(folder))
         self._open()
         self._add(Event(wall_time=time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START)))
@@ -74,7 +75,7 @@ class Board:
             self.sync()
 
     def settings(self, settings: Mapping[str, bool | int | float | str]) -> None:
-        """Adds hyperparameters, by which TensorBoard compares the runs below a folder, such as a sweep's trials."""
+        """Adds hyperparameters, for TensorBoard's comparison of runs, such as a sweep's trials."""
         merged = summary.Summary()
         for part in summary.hparams(dict(settings), dict.fromkeys(SHOWN_RESULTS)):
             merged.MergeFrom(part)
@@ -110,12 +111,12 @@ class Board:
     def _give_up(self, why: str) -> None:
         self._problem = why
         writer, self._writer = self._writer, None
-        with contextlib.suppress(OSError):  # there is no room for its buffer either
+        with contextlib.suppress(OSError):  # its buffer cannot be written either
             if writer:
                 writer.close()
 
     def sync(self) -> None:
-        """Returns once every event so far is with the system."""
+        """Flushes every event so far."""
         with self._writing():
             if self._writer:
                 self._writer.flush()
@@ -123,7 +124,7 @@ class Board:
         self._flushed = time.monotonic()
 
     def _upload(self) -> None:
-        """Writes the events so far to an object store; a file that has grown large is followed by another one."""
+        """Uploads the events so far to an object store; starts a new file after a large one."""
         if self._writer is None:
             return
         newest = Path(self._writer._file_name)

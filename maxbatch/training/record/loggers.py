@@ -1,8 +1,8 @@
-"""The experiment trackers that `log_to` names besides TensorBoard: Weights & Biases and MLflow.
+"""The experiment trackers of `log_to` besides TensorBoard: Weights & Biases and MLflow.
 
-Each tracked run has the name of its folder, and the config. A resumed run continues as the same one; the tracker's id
-of it is in `run_dir/trackers.json`. Trackers work on threads of their own, so that one that hangs delays neither
-training nor the end of a run. One that fails is left out, with one warning.
+Each tracked run has its folder's name and the config. A resumed run continues the same tracked run, by the id in
+`run_dir/trackers.json`. Trackers have their own threads, so that a hanging tracker delays neither training nor the end
+of a run. A failing tracker is dropped with one warning.
 """
 
 from __future__ import annotations
@@ -28,35 +28,35 @@ from maxbatch.training.record.recorder import Output, Record
 
 IDS_FILE = "trackers.json"
 _FLUSH_S = 10.0
-_MOST_IN_A_CALL = 100  # parameters or, in tens, metrics that MLflow takes at once
-_BEGIN_S, _END_S = 120.0, 30.0  # in which a tracker has to begin a run, and to end it
-_MOST_WAITING = 10_000  # calls, of which each holds a record
+_MOST_IN_A_CALL = 100  # MLflow's limit per call of parameters or, in tens, metrics
+_BEGIN_S, _END_S = 120.0, 30.0  # time limits to begin and to end a tracked run
+_MOST_WAITING = 10_000  # waiting calls, each with a record
 
 
 class TrackedRun(NamedTuple):
-    """A run as a tracker shows it."""
+    """A run in a tracker."""
 
     run_dir: str
     settings: Mapping[str, bool | int | float | str]  # its config
 
     @property
     def name(self) -> str:
-        """The last parts of its folder, which distinguish the trials of a sweep."""
+        """The last parts of its folder's path, which distinguish a sweep's trials."""
         return "/".join(self.run_dir.rstrip("/").split("/")[-2:])
 
 
 def check_loggers(log_to: str) -> None:
-    """Imports what `log_to` names.
+    """Imports the packages of `log_to`.
 
     Raises:
-      ConfigError: one of them is not installed.
+      ConfigError: a package is not installed.
     """
     for name in _stated(log_to):
         _imported(name)
 
 
 def open_loggers(log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable[[str], None]) -> list[Output]:
-    """Returns the trackers that `log_to` names, started or resumed.
+    """Starts or resumes the trackers of `log_to`.
 
     Raises:
       ConfigError: a tracker cannot be reached or rejects the user.
@@ -80,7 +80,7 @@ def _begun(name: str, log_to: str, run: TrackedRun, run_id: str | None, worker: 
     is_idle = worker.wait(_BEGIN_S)
     if worker.error is None and is_idle:
         return begun[0]
-    # Of a service: no user, no network, a wrong address.
+    # The service has no such user, no network, or a wrong address.
     said = shown_error(worker.error) if worker.error else f"no answer within {_BEGIN_S:g} s"
     works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
     raise ConfigError(f"log_to={log_to}: {name} cannot be used ({said}); works: {works[name]}")
@@ -103,7 +103,7 @@ def _imported(name: str) -> ModuleType:
 
 
 def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
-    """Yields the finite numbers of a record by name, those of each source of a mixture too."""
+    """Yields the finite numbers of a record by name, including each source of a mixture."""
     by_source: Mapping[str, int] = record.get(Metric.SAMPLES_BY_SOURCE, {})
     numbers = record | {f"{Metric.SAMPLES_BY_SOURCE}/{name}": count for name, count in by_source.items()}
     for name, value in numbers.items():
@@ -112,7 +112,7 @@ def numbers_of(record: Record) -> Iterator[tuple[str, float]]:
 
 
 def settings_of(config: Mapping[str, Value]) -> dict[str, bool | int | float | str]:
-    """Returns the config as a tracker shows it; a key that is null is left out."""
+    """Returns the config for a tracker, without null keys."""
     return {
         name: value if isinstance(value, bool | int | float | str) else str(value)
         for name, value in config.items()
@@ -121,15 +121,15 @@ def settings_of(config: Mapping[str, Value]) -> dict[str, bool | int | float | s
 
 
 class _Worker:
-    """A thread that makes the calls of a tracker in order until one fails; the process does not wait for it."""
+    """A thread that makes a tracker's calls in order until one fails; the process does not wait for it."""
 
     def __init__(self, name: str) -> None:
-        self.error: Exception | None = None  # of the call that failed
+        self.error: Exception | None = None  # of the failed call
         self._calls: queue.Queue[tuple[Callable[[], object], bool]] = queue.Queue(_MOST_WAITING)
         threading.Thread(target=self._work, name=f"maxbatch-{name}", daemon=True).start()
 
     def call(self, call: Callable[[], object], also_after_failure: bool = False) -> bool:
-        """Adds a call; returns whether there was room for it."""
+        """Queues a call; returns False if the queue is full."""
         try:
             self._calls.put_nowait((call, also_after_failure))
         except queue.Full:
@@ -137,7 +137,7 @@ class _Worker:
         return True
 
     def wait(self, seconds: float) -> bool:
-        """Waits until every call so far is made, up to a bound; returns whether they are."""
+        """Waits up to a bound for all queued calls; returns whether they are done."""
         done = threading.Event()
         return self.call(done.set, also_after_failure=True) and done.wait(seconds)
 
@@ -152,22 +152,22 @@ class _Worker:
 
 
 class Guarded(Output):
-    """A tracker whose failure, or silence, does not stop training."""
+    """A tracker whose failure or silence does not stop training."""
 
     def __init__(self, name: str, logger: Output, worker: _Worker, warn: Callable[[str], None]) -> None:
         self._name, self._logger, self._worker, self._warn = name, logger, worker, warn
         self._is_left_out = False
 
     def append(self, record: Record) -> None:
-        """Hands a record on."""
+        """Queues a record."""
         self._hand_on(lambda: self._logger.append(record))
 
     def sync(self) -> None:
-        """Requests that pending records are sent; `metrics.jsonl` holds every record, so this does not wait."""
+        """Requests sending of pending records, without waiting; `metrics.jsonl` has every record."""
         self._hand_on(self._logger.sync)
 
     def close(self) -> None:
-        """Ends the tracker's run, and waits for that for `_END_S` at most."""
+        """Ends the tracker's run, waiting at most `_END_S`."""
         self._hand_on(self._logger.close)
         if not self._is_left_out and not self._worker.wait(_END_S):
             self._leave_out(f"did not end within {_END_S:g} s")
@@ -189,7 +189,7 @@ class Guarded(Output):
 
 
 class Wandb(Output):
-    """A run of Weights & Biases; `WANDB_MODE=offline` keeps it on this machine, until `wandb sync`.
+    """A run of Weights & Biases; with `WANDB_MODE=offline` it stays on this machine until `wandb sync`.
 
     Its project is `WANDB_PROJECT`, else "maxbatch".
     """
@@ -206,11 +206,11 @@ class Wandb(Output):
         )
 
     def append(self, record: Record) -> None:
-        """Logs the numbers of a record; it leaves out steps that a resume does again."""
+        """Logs the numbers of a record; W&B skips steps repeated by a resume."""
         self._run.log(dict(numbers_of(record)), step=record[Metric.STEP])
 
     def close(self) -> None:
-        """Waits until all records are sent, or written."""
+        """Waits until all records are sent or written."""
         self._run.finish()
 
 
@@ -237,7 +237,7 @@ class MLflow(Output):
         return str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
 
     def append(self, record: Record) -> None:
-        """Keeps the numbers of a record until there are enough of them."""
+        """Buffers the numbers of a record."""
         now = int(time.time() * 1000)
         self._waiting += [self._point(name, value, now, record[Metric.STEP]) for name, value in numbers_of(record)]
         if len(self._waiting) > 5 * _MOST_IN_A_CALL or time.monotonic() - self._flushed > _FLUSH_S:

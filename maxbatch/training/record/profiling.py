@@ -11,17 +11,17 @@ from maxbatch.system.storage import AnyPath, copy_tree, place_here
 
 
 class Profiler:
-    """Traces the updates of a window: `"10:13"` is 10, 11 and 12, `""` none.
+    """A trace of a window of updates: `"10:13"` is 10, 11 and 12, `""` none.
 
-    TensorBoard's profile plugin and Perfetto read the trace in `folder`. A folder in an object store gets it at the end
-    of the window, since the profiler writes to disks only.
+    TensorBoard's profile plugin and Perfetto read the trace in `folder`. An object store gets it at the end of the
+    window, since the profiler only writes to disks.
     """
 
     def __init__(self, window: str, folder: AnyPath) -> None:
         first, _, end = window.partition(":")
         self._steps = range(int(first), int(end)) if window else range(0)
         self._folder = folder
-        self._writes_to: Path | None = None  # while it traces
+        self._writes_to: Path | None = None  # while tracing
         self._stack = contextlib.ExitStack()
 
     def before(self, step: int) -> None:

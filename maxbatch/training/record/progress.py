@@ -1,4 +1,4 @@
-"""The progress of a run: plain greppable lines, and below them a bar on a terminal."""
+"""The progress of a run: greppable lines, with a bar below them on a terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxbatch.system.bars import LINE_S, Bar, Pace, progress_bar
 from maxbatch.system.folding import folded, folded_parts
 from maxbatch.training.record.recorder import not_finite
 
-_TICK_S = 1.0  # between two counts of the bar
+_TICK_S = 1.0  # between updates of the bar
 _LONGEST_PAUSE = 10  # times `LINE_S`
 _SLOW_COMPILE_S = 100.0  # XLA writes its "Very slow compile?" to standard error after 120 s
 _OF_SLOW_COMPILE = (
@@ -25,19 +25,19 @@ _OF_SLOW_COMPILE = (
 
 
 class RunProgress:
-    """Shows one run's updates: a line every `log_period` updates, and on a terminal a bar as well.
+    """The display of a run's updates: a line every `log_period` updates, and a bar on a terminal.
 
-    While an update or a compilation takes long, the bar counts its seconds. Elsewhere lines do: the first after half a
-    minute, each later one after twice as long as the one before, at the latest after five minutes. A compilation of
-    more than 100 s is explained once, before XLA asks for a bug report.
+    During a long update or compilation the bar counts seconds. Without a terminal, lines do: the first after half a
+    minute, later ones after twice the previous pause, at most five minutes. A compilation of more than 100 s is
+    explained once, before XLA asks for a bug report.
 
     Args:
-      console: where the lines go.
-      total_steps, first_step: updates of the whole run, and those done before it starts.
+      console: receives the lines.
+      total_steps, first_step: updates of the whole run, and updates already done.
       num_stages: 1 without a ramp.
-      log_period: updates from one line to the next.
+      log_period: updates per line.
       doing: returns the activity of the run, such as "compiling".
-      counted: what a batch counts, such as "pairs"; "": rows.
+      counted: unit of a batch, such as "pairs"; "": rows.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RunProgress:
         self._unprinted = ""
         self._has_explained = False
         self._updated_at = self._printed_at = time.monotonic()
-        self._pause_s = LINE_S  # from the last line to the next
+        self._pause_s = LINE_S  # pause after the last line
         self._is_closed = threading.Event()
         if console.is_terminal:
             self._bar = progress_bar(console, Pace(total_steps, first_step))
@@ -93,7 +93,7 @@ class RunProgress:
                 self._pause_s = pause_s
 
     def _explain(self, silent_s: float) -> None:
-        """Prints a line about a compilation that takes long, once."""
+        """Explains a long compilation, once."""
         if not self._has_explained and silent_s >= _SLOW_COMPILE_S and self._doing() == TimePart.COMPILING:
             self._has_explained = True
             self._console.print(folded(_OF_SLOW_COMPILE, 2, self._width))
@@ -148,10 +148,10 @@ class RunProgress:
         return " | ".join(filter(None, parts))
 
     def sync(self) -> None:
-        """Does nothing: there is no buffer."""
+        """Does nothing, since there is no buffer."""
 
     def close(self) -> None:
-        """Ends the bar and the lines; the line of the last update takes the place of the bar."""
+        """Ends the bar and the lines; the last update's line replaces the bar."""
         self._is_closed.set()
         if self._bar is not None:
             self._bar.stop()

@@ -25,12 +25,12 @@ from maxbatch.training.update.step import StepMetrics
 
 
 class Throughput(NamedTuple):
-    """The speed of one update; its fields are those of the record."""
+    """The speed of one update, with the record's fields."""
 
     step_time_s: float
     tokens_per_second: float  # tokens of real rows, over all devices
     tflops_per_device: float  # model FLOPs, recomputation not counted
-    mfu: float | None  # share of the device's bf16 peak; None if that is unknown
+    mfu: float | None  # share of the device's bf16 peak; None if unknown
 
 
 class ThroughputMeter:
@@ -38,9 +38,9 @@ class ThroughputMeter:
 
     Args:
       length: L, tokens of a row.
-      flops_per_token: of training, forward and backward.
+      flops_per_token: FLOPs of training per token, forward and backward.
       devices: the devices that train.
-      peak_tflops: of a device; None: that of a known chip.
+      peak_tflops: peak per device; None: a known chip's.
     """
 
     def __init__(
@@ -62,26 +62,26 @@ Record = dict[str, Any]
 
 
 class Output(Protocol):
-    """A destination of a run's records; a subclass overrides those of the three methods that it needs.
+    """A destination of a run's records; subclasses override any of the three methods.
 
-    The first host calls it, on the thread that trains.
+    Called on the first host, by the training thread.
     """
 
     def append(self, record: Record) -> None:
-        """Takes the record of one update: the fields of its line in `metrics.jsonl`."""
+        """Adds the record of one update, the fields of its line in `metrics.jsonl`."""
         raise NotImplementedError
 
     def sync(self) -> None:
-        """Returns once every record so far is safe; called before a checkpoint commits."""
+        """Makes all records so far durable; called before a checkpoint commits."""
         return
 
     def close(self) -> None:
-        """Releases what it holds; called once, when the run ends or fails."""
+        """Releases resources; called once, when the run ends or fails."""
         return
 
 
 class RecordConfig(Section):
-    """The keys of what an update trains on, measures and may skip."""
+    """The config keys of a recorder."""
 
     max_target_length: int
     log_period: int
@@ -90,7 +90,7 @@ class RecordConfig(Section):
 
 
 class Recorder:
-    """Writes the record of each update while the next one runs; `position` follows the recorded updates."""
+    """A writer of update records, one update behind; `position` follows the recorded updates."""
 
     def __init__(
         self,
@@ -112,22 +112,22 @@ class Recorder:
         self._last_done = time.perf_counter()
 
     def restart_clock(self) -> None:
-        """Leaves the time since the last update (an eval, a save) out of the next step's."""
+        """Excludes the time since the last update (an eval, a save) from the next step's."""
         self._last_done = time.perf_counter()
 
     def add(self, update: Dispatched) -> None:
-        """Takes an update that was dispatched, and records the one before it."""
+        """Adds a dispatched update, and records the previous one."""
         self.catch_up()
         self._unrecorded = update
 
     def catch_up(self, evaluate: Callable[[], Mapping[str, object]] | None = None) -> None:
-        """Waits for the update that was added last and records it.
+        """Waits for the last added update and records it.
 
         Args:
-          evaluate: called once the update is done and timed; its figures join the record.
+          evaluate: called after the update is done and timed; its figures join the record.
 
         Raises:
-          DivergedError: it was the last of `max_consecutive_skips` skipped ones.
+          DivergedError: it was the last of `max_consecutive_skips` skipped updates in a row.
         """
         if self._unrecorded is None:
             return
@@ -207,13 +207,13 @@ class Recorder:
         )
 
     def sync(self) -> None:
-        """Returns once every record is on disk; a checkpoint may commit only then."""
+        """Makes all records durable; a checkpoint may commit only afterwards."""
         for output in self._outputs:
             output.sync()
 
 
 def not_finite(record: Record) -> str:
-    """Returns which part of a skipped update was not finite."""
-    loss = record[Metric.LOSS]  # None of a batch without loss weight
+    """Names the non-finite part of a skipped update."""
+    loss = record[Metric.LOSS]  # None for a batch without loss weight
     is_before = (loss is None or math.isfinite(loss)) and math.isfinite(record[Metric.GRAD_NORM])
     return "a new state" if is_before else "a gradient"

@@ -3,8 +3,8 @@
 Reference: Hu et al. 2021 (https://arxiv.org/abs/2106.09685), section 4.1; A begins as in Hugging Face PEFT (uniform,
 within 1 / sqrt(inputs)), B at zero.
 
-The sum is formed before the layers run, in float32, and rounded to `weight_dtype`: the model that is trained is the
-one that is exported. Flax's `nnx.LoRA` and Qwix adapt linear layers, and the matrices here belong to none.
+The sum is formed in float32 before the layers run, and rounded to `weight_dtype`, so the trained and exported models
+are the same. Flax's `nnx.LoRA` and Qwix adapt linear layers; the matrices here belong to none.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _A, _B = "_lora_a", "_lora_b"
 
 
 class Target(NamedTuple):
-    """A stacked matrix that has an adapter."""
+    """A stacked matrix with an adapter."""
 
     path: ParameterPath
     shape: tuple[int, ...]  # layers, inputs, outputs
     logical_axes: tuple[str, ...]
-    num_inputs: int  # axes of inputs, which come before those of outputs
+    num_inputs: int  # number of input axes, which precede output axes
 
     @property
     def a_path(self) -> ParameterPath:
@@ -56,8 +56,8 @@ class Adapters:
 
     Attributes:
       rank: columns of A.
-      alpha: over the rank, the factor of A B.
-      names: of the matrices that have adapters; all if empty.
+      alpha: alpha / rank is the factor of A B.
+      names: names of the matrices with adapters; empty: all.
     """
 
     rank: int
@@ -66,7 +66,7 @@ class Adapters:
 
     @classmethod
     def from_config(cls, config: AdapterConfig) -> Adapters | None:
-        """Returns None unless `lora_rank` is set."""
+        """Returns the adapters of a config; None without `lora_rank`."""
         if not config.lora_rank:
             return None
         names = [name.strip() for name in config.lora_targets.split(",")]
@@ -78,10 +78,10 @@ class Adapters:
         return self.alpha / self.rank
 
     def targets(self, base: State) -> list[Target]:
-        """Returns the matrices that have adapters, in the order of their paths.
+        """Returns the matrices with adapters, in the order of their paths.
 
         Raises:
-          ConfigError: the model has no matrix of a name in `lora_targets`.
+          ConfigError: `lora_targets` names a matrix that the model lacks.
         """
         matrices = sorted(_matrices(base))
         known = {target.path[-1] for target in matrices}
@@ -102,7 +102,7 @@ class Adapters:
         return [target for target in matrices if not self.names or target.path[-1] in self.names]
 
     def init(self, base: State, seed: jax.typing.ArrayLike) -> State:
-        """Returns the initial adapters, which leave the model equal to `base`; only the shapes of `base` are used."""
+        """Returns initial adapters, which leave the model equal to `base`; uses only the shapes of `base`."""
         found: dict[ParameterPath, nnx.Param[jax.Array]] = {}
         for target in self.targets(base):
             layers, inputs, outputs = _parts(target, target.shape)
@@ -137,7 +137,7 @@ class Adapters:
 
 
 def _matrices(base: State) -> Iterator[Target]:
-    """Yields the stacked matrices of a model's layers, those of experts and their router left out."""
+    """Yields the stacked matrices of a model's layers, without experts and their routers."""
     leaves = jax.tree.leaves_with_path(base, is_leaf=lambda x: isinstance(x, nnx.Variable))
     for path, variable in leaves:
         names = parameter_path(path)
@@ -149,5 +149,5 @@ def _matrices(base: State) -> Iterator[Target]:
 
 
 def _parts(target: Target, axes: tuple[Axis, ...]) -> tuple[tuple[Axis, ...], ...]:
-    """Returns what belongs to the layers, the inputs and the outputs of a matrix."""
+    """Splits values per axis into layers, inputs and outputs of a matrix."""
     return axes[:1], axes[1 : 1 + target.num_inputs], axes[1 + target.num_inputs :]

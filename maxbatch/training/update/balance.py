@@ -1,7 +1,7 @@
 """The balance of experts over the global batch: terms of the loss, the step of the routers' bias, the metrics.
 
-Every term is a sum over the real tokens of the global batch, divided once by their number and by the number of layers
-with experts, so neither it nor its gradient depends on how the batch is cut. References: Fedus et al. 2022
+Every term is a sum over the real tokens of the global batch, divided once by their number and by the layers with
+experts, so terms and gradients do not depend on the cut of the batch. References: Fedus et al. 2022
 (https://arxiv.org/abs/2101.03961), section 2.2; Zoph et al. 2022 (https://arxiv.org/abs/2202.08906), section 3; Wang et
 al. 2024 (https://arxiv.org/abs/2408.15664); on the loads of a whole batch Qiu et al. 2025
 (https://arxiv.org/abs/2501.11873).
@@ -27,38 +27,38 @@ _IS_BIAS = nnx.PathContains(ROUTED_BIAS)
 
 
 class RoutingMetrics(NamedTuple):
-    """Of one update, on device; scalars but for the first."""
+    """Routing metrics of one update, on device; scalars except the first."""
 
-    choices_E: jax.Array  # uint32[E]: choices that each expert got, over all layers
+    choices_E: jax.Array  # uint32[E]: choices of each expert over all layers
     load_balance_loss: jax.Array  # float32, without its weight
     router_z_loss: jax.Array  # float32, without its weight
-    load_max: jax.Array  # float32: largest count of an expert over the mean count, of the worst layer
+    load_max: jax.Array  # float32: an expert's largest count over the mean count, in the worst layer
     dropped: jax.Array  # int32: choices beyond a capacity
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of the routes' hashes
 
 
 class Scale(NamedTuple):
-    """What the terms of a micro-batch need to know of the whole update."""
+    """Facts of the whole update for the terms of a micro-batch."""
 
     ratio: jax.Array  # float32: loss weight of the global batch over its tokens
-    last_counts_NxE: jax.Array  # int32: choices of the update before, all 0 at first
+    last_counts_NxE: jax.Array  # int32: choices of the previous update, initially 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Balance:
-    """The keys of balance of a model with experts."""
+    """The balance keys of a model with experts."""
 
     num_layers: int
     num_experts: int
     num_experts_per_tok: int
     loss_weight: float
-    is_global: bool  # whether loads are those of the update before
+    is_global: bool  # whether loads are the previous update's
     z_weight: float
     bias_rate: float
 
     @classmethod
     def of(cls, config: DecoderConfig) -> Balance | None:
-        """Returns None for a model without experts."""
+        """Returns the balance of a config; None without experts."""
         if config.num_experts == 1:
             return None
         return cls(
@@ -69,20 +69,20 @@ class Balance:
 
     @property
     def has_terms(self) -> bool:
-        """Whether the loss has any term besides that of the tokens."""
+        """Whether the loss has any term besides the tokens' loss."""
         return self.loss_weight > 0 or self.z_weight > 0
 
     def no_counts(self) -> jax.Array:
-        """Returns the counts of no update."""
+        """Returns the counts before the first update."""
         return jnp.zeros((self.num_layers, self.num_experts), jnp.int32)
 
     def term(self, sums: RoutingSums, scale: Scale) -> jax.Array:
-        """Returns what the summed token losses of some rows gain; it is divided by the same weight as they are."""
+        """Returns the addition to the summed token losses of some rows, to be divided by the same weight."""
         weighted = self.loss_weight * self._even(sums, scale.last_counts_NxE) + self.z_weight * jnp.sum(sums.squares)
         return weighted * scale.ratio / self.num_layers
 
     def _even(self, sums: RoutingSums, last_counts_NxE: jax.Array) -> jax.Array:
-        """Returns the sum over tokens and layers of E sum(f P), which is 1 where all is even."""
+        """Returns the sum over tokens and layers of E sum(f P), which is 1 for even loads."""
         if not self.is_global:
             return jnp.sum(sums.sequence)
         totals_Nx1 = jnp.sum(last_counts_NxE, axis=1, keepdims=True)
@@ -107,12 +107,12 @@ class Balance:
         )
 
     def with_bias_stepped(self, params: State, counts_NxE: jax.Array) -> State:
-        """Returns parameters whose routers' bias, if they have one, took a step towards even counts."""
+        """Steps the routers' bias, if any, towards even counts; returns the parameters."""
         if not self.bias_rate:
             return params
         bias, rest = nnx.split_state(params, _IS_BIAS, ...)
         mean_Nx1, over_Nx1 = jnp.divmod(jnp.sum(counts_NxE, axis=1, keepdims=True), self.num_experts)
-        # The sign of mean - count, in whole numbers: of the mean's fraction only whether there is one matters.
+        # The sign of mean - count in whole numbers; of the mean's fraction only its existence matters.
         below_NxE = mean_Nx1 - counts_NxE
         sign_NxE = jnp.where(below_NxE == 0, jnp.sign(over_Nx1), jnp.sign(below_NxE))
         stepped = jax.tree.map(lambda bias_NxE: bias_NxE + self.bias_rate * sign_NxE.astype(jnp.float32), bias)
@@ -120,14 +120,14 @@ class Balance:
 
 
 class BalancedState(NamedTuple):
-    """The optimizer's state of a model with experts, and the choices of the update before."""
+    """The optimizer's state of a model with experts, and the previous update's choices."""
 
     optimizer: Any
     last_counts_NxE: Any  # int32 array, its shape or its sharding
 
 
 def learned(params: State, balance: Balance | None) -> State:
-    """Returns the parameters that an optimizer steps: with experts all but the routers' bias."""
+    """Returns the optimizer's parameters: with experts, all except the routers' bias."""
     if balance is None:
         return params
     _, rest = nnx.split_state(params, _IS_BIAS, ...)
@@ -136,7 +136,7 @@ def learned(params: State, balance: Balance | None) -> State:
 
 
 def with_learned(params: State, learned: State, balance: Balance | None) -> State:
-    """Returns parameters with those that an optimizer steps replaced."""
+    """Returns parameters with the optimizer's ones replaced."""
     if balance is None:
         return learned
     bias, _ = nnx.split_state(params, _IS_BIAS, ...)

@@ -1,10 +1,10 @@
-"""The gradients of an update, added up over its micro-batches and reduced once.
+"""The gradients of an update, summed over micro-batches and reduced once.
 
 Shapes: M rows in a micro-batch, L tokens in a row, d shards of the data axis.
 
-`optax.MultiSteps` accumulates sums and never emits: its state lives inside one update, so no NaN outlives it and no
-checkpoint holds it. The backward pass of layers that run in a loop adds up their gradients itself (`SummingLayers`).
-Each data shard has its own partial gradient, so the one reduction over the data axis waits for the last micro-batch.
+`optax.MultiSteps` accumulates sums and never emits: its state exists inside one update, so no NaN outlives it and no
+checkpoint has it. Layers in a loop sum their gradients in their own backward pass (`SummingLayers`). Each data shard
+has its own partial gradient, so there is one reduction over the data axis, after the last micro-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.state import ModelMaker
 from maxbatch.training.update.update_config import UpdateConfig
 
-PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")  # that split the rows of a data shard
+PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")  # axes that split the rows of a data shard
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
 
 
@@ -55,16 +55,16 @@ def sum_of_weights(rows: TokenRows) -> jax.Array:
 
 
 class Objective(NamedTuple):
-    """The loss that is minimised: `sums(decoder, rows, batch_shards) -> ObjectiveSums`.
+    """The loss to minimise: `sums(decoder, rows, batch_shards) -> ObjectiveSums`.
 
     Rows are a NamedTuple, and all its arrays are [M, L].
     """
 
     sums: Callable[[Decoder, Any, int], ObjectiveSums]
     others: tuple[str, ...] = ()  # names of the other sums
-    weigh: Callable[[Any], jax.Array] = sum_of_weights  # the weight_sum of rows, for the terms of balance
-    make_model: ModelMaker | None = None  # the model whose parameters it is minimised over; None: the config's Decoder
-    num_referred: int = 0  # answers of a sample that it compares with the first parameters (`reference` of the rows)
+    weigh: Callable[[Any], jax.Array] = sum_of_weights  # weight_sum of rows, for the balance terms
+    make_model: ModelMaker | None = None  # makes the trained model; None: the config's Decoder
+    num_referred: int = 0  # answers per sample compared with the first parameters (`reference` of the rows)
 
 
 def _next_token(decoder: Decoder, rows: TokenRows, batch_shards: int) -> ObjectiveSums:
@@ -79,19 +79,19 @@ NEXT_TOKEN = Objective(_next_token)  # pre-training: the cross-entropy of each t
 class NoiseParts(NamedTuple):
     """The input of the gradient noise scale from the first micro-batch: float32 sums over its data shards.
 
-    One micro-batch is enough for an unbiased estimate; reading the gradients of all would slow the update down.
+    One micro-batch gives an unbiased estimate; reading the gradients of all would slow the update.
     """
 
     gradient_squares: jax.Array  # of the squared norm of a shard's summed gradient
-    weights: jax.Array  # of a shard's loss weight; 0 if the batch is one shard only
+    weights: jax.Array  # of a shard's loss weight; 0 if the batch is a single shard
     weight_squares: jax.Array  # of its square
 
 
 class Sums(NamedTuple):
-    """The sums over the micro-batches of an update so far, a row for each shard of the data axis."""
+    """Sums over an update's micro-batches so far, one row per shard of the data axis."""
 
     accumulator: optax.MultiStepsState  # its `acc_grads` are the gradients of the summed losses
-    layers: State  # sums of the layers, float32, if their backward pass adds them up; else empty
+    layers: State  # sums of the layers, float32, if their backward pass sums them; else empty
     losses_d: jax.Array
     weights_d: jax.Array
     others_d: dict[str, jax.Array]
@@ -101,14 +101,14 @@ class Sums(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """The parameters that gradients are taken at."""
+    """The parameters at which gradients are taken."""
 
     trained: State
-    frozen: State | None  # parameters of the model, if adapters are trained
+    frozen: State | None  # parameters of the model below trained adapters
 
 
 class Totals(NamedTuple):
-    """The sums of a whole global batch, reduced over the data axis."""
+    """Sums of a global batch, reduced over the data axis."""
 
     gradient: State  # of the summed losses
     loss: jax.Array
@@ -120,7 +120,7 @@ class Totals(NamedTuple):
 
 
 class Accumulation:
-    """The sums of an objective over micro-batches, added up inside of a program."""
+    """Accumulation of an objective's sums over micro-batches, inside a program."""
 
     def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
         self._objective = objective
@@ -165,16 +165,16 @@ class Accumulation:
         self._add_fingerprints = jax.vmap(add_fingerprint, spmd_axis_name="data")
 
     def staged(self, params: State, frozen: State | None = None) -> Weights:
-        """Returns the parameters in the order in which the model's layers run, for `start` and `add`.
+        """Returns the parameters in the running order of the layers, for `start` and `add`.
 
-        Adapters keep their own order: the model is put in order once they are part of it.
+        Adapters keep their own order; the merged model is put in order.
         """
         return Weights(params if self._adapters else self._model.staged(params), frozen)
 
     def start(self, weights: Weights, sums_layers: bool = True) -> Sums:
-        """Returns the sums of no micro-batch, for `staged` parameters.
+        """Returns empty sums for `staged` parameters.
 
-        With `sums_layers`, the backward pass of layers that run in a loop adds their gradients up.
+        With `sums_layers`, layers in a loop sum their gradients in the backward pass.
         """
         shards = self.data_shards
         zeros = jax.tree.map(lambda p: jnp.zeros((shards, *p.shape), p.dtype), weights.trained)
@@ -192,9 +192,9 @@ class Accumulation:
         return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs, routing)
 
     def _apart(self, params: State, sums_layers: bool) -> tuple[State, State]:
-        """Returns the parameters of the layers, if their backward pass adds their gradients up, and the rest.
+        """Splits parameters into those of layers that sum their gradients in the backward pass, and the rest.
 
-        The rest has the first layers without experts, if there are any.
+        First layers without experts belong to the rest.
         """
         if not sums_layers:
             return nnx.State({}), params
@@ -208,8 +208,8 @@ class Accumulation:
 
         Args:
           rows: [M, L] arrays, as the objective takes them.
-          measures_noise: whether to take the parts of the noise scale from it, the first of its update.
-          scale: of the terms of balance; None: the loss has none.
+          measures_noise: whether to take the noise scale's parts from it; only for an update's first micro-batch.
+          scale: for the balance terms; None: the loss has none.
         """
         shards = jax.tree.map(lambda x: x.reshape(self.data_shards, -1, x.shape[-1]), rows)
         of_layers, rest = self._apart(weights.trained, bool(sums.layers))
@@ -220,7 +220,7 @@ class Accumulation:
         with jax.numpy_dtype_promotion("standard"):  # MultiSteps mixes its counters into float32
             _, accumulator = self._accumulator.update(gradients, sums.accumulator)
         noise_parts_d = sums.noise_parts_d
-        if measures_noise is not False:  # of the first micro-batch, whose gradients the sums are
+        if measures_noise is not False:  # first micro-batch: the sums are its gradients
             first = (accumulator.acc_grads, layers)
             noise_parts_d = jax.lax.cond(measures_noise, _noise_parts, lambda *_: sums.noise_parts_d, first, weight_d)
         return Sums(

@@ -1,9 +1,9 @@
-"""Gradients of the layers, added to their sums where they are made: no micro-batch has gradients of its own.
+"""Gradients of layers, added to their sums in the backward pass, without gradients per micro-batch.
 
-Usually the backward pass of a loop over layers makes an array for all their gradients, which accumulation then adds to
-the sums: two float32 arrays of the size of the parameters, and three passes over them. Here the backward pass carries
-the sums from layer to layer and adds each layer's gradient in its place. The sums pass through the layers unchanged;
-their "gradient" starts as the sums themselves, so `jax.grad` with respect to them returns them plus the gradients.
+Usually the backward pass of a loop over layers makes an array of all their gradients, which accumulation then adds to
+the sums: two float32 arrays of the parameters' size, and three passes over them. Here the backward pass carries the
+sums from layer to layer and adds each layer's gradient in place. The forward pass leaves the sums unchanged; their
+"gradient" starts as the sums themselves, so `jax.grad` with respect to them returns sums plus gradients.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from maxbatch.parallel.sharding import Constrain
 from maxbatch.parallel.trees import State, Tree
 
 
-@dataclasses.dataclass(eq=False)  # its arrays cannot be compared; flax compares its identity
+@dataclasses.dataclass(eq=False)  # arrays cannot be compared; flax compares identity
 class SummingLayers:
     """A layer runner (`maxbatch.model.decoder.LayerRunner`) that loops over the layers, once per gradient.
 
-    The gradient with respect to `sums` is these sums plus the gradients with respect to the parameters, which
-    themselves receive none. A second run within one gradient would count the sums twice, and is refused.
+    The gradient with respect to `sums` is the sums plus the gradients of the parameters, which themselves get none. A
+    second run within one gradient would count the sums twice, so it raises.
     """
 
     sums: Tree  # float32 arrays, like the stacked parameters of the layers
-    remat: Remat  # values that the forward pass of a layer keeps for its backward pass
+    remat: Remat  # values kept by a layer's forward pass for its backward pass
     constrain: Constrain  # places activations inside of a layer
     _has_run: bool = dataclasses.field(default=False, init=False)
 
     def order(self, num_layers: int) -> np.ndarray:
-        """Returns the numbers of the layers in the order in which their parameters come stacked: their own."""
+        """Returns the layer numbers in the stacked order of parameters: unchanged."""
         return np.arange(num_layers)
 
     def __call__(self, layers: Layers, stacked: Stacked, x_MxLxD: jax.Array, slots: Tree, /) -> tuple[jax.Array, Any]:
-        """Returns x after all layers and their sums, stacked alike; `layers(x, slots, stacked)` runs several.
+        """Runs all layers; returns x and the layers' outputs, stacked. `layers(x, slots, stacked)` runs several.
 
         Raises:
-          RuntimeError: they ran before.
+          RuntimeError: the layers ran before.
         """
         if self._has_run:
             raise RuntimeError("layers whose gradients are summed in place must run once per gradient")
@@ -53,7 +53,7 @@ class SummingLayers:
             x_MxLxD, of_layer = layers(x_MxLxD, slots, jax.tree.map(lambda p: p[None], one))
             return x_MxLxD, jax.tree.map(lambda only: only[0], of_layer)
 
-        # Its input must be the layer's slice itself: a copy would be kept of anything computed from it.
+        # Its input must be the layer's slice itself; of anything computed from it a copy would be kept.
         numbers_N = jnp.arange(jax.tree.leaves(stacked.parameters)[0].shape[0])
         layer = checkpointed(layer, self.remat, in_loop=numbers_N.size > 1)
 
@@ -72,7 +72,7 @@ class SummingLayers:
 
 @jax.custom_vjp
 def _tie(parameters: State, sums: Tree, index: jax.Array) -> tuple[State, Tree]:
-    """Returns one layer's parameters and the sums as they are; on the way back that layer's gradient joins the sums."""
+    """Returns a layer's parameters and the sums unchanged; the backward pass adds the layer's gradient to the sums."""
     del index
     return parameters, sums
 
@@ -98,7 +98,7 @@ _tie.defvjp(_tie_forward, _tie_backward)
 
 @jax.custom_vjp
 def _turn_round(x_MxLxD: jax.Array, sums: Tree) -> jax.Array:
-    """Returns x; on the way back the gradient of the sums begins as the sums."""
+    """Returns x; in the backward pass the gradient of the sums starts as the sums."""
     del sums
     return x_MxLxD
 

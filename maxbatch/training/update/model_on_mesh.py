@@ -1,4 +1,4 @@
-"""A model on its mesh: the places of its activations, the pipeline, and the order in which its layers run."""
+"""A model on its mesh: shardings of activations, the pipeline, and the order of layers."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from maxbatch.training.update.state import ModelMaker, abstract_model, with_laye
 
 
 class ModelOnMesh:
-    """A model as programs on a mesh run it.
+    """A model prepared for programs on a mesh.
 
-    Outside of the pipeline its devices share the rows of the embedding and of the loss.
+    Outside the pipeline, its devices share the rows of the embedding and of the loss.
 
     Args:
       config: the config's own model.
@@ -30,7 +30,7 @@ class ModelOnMesh:
       make_model: makes a user's model, which replaces the config's.
 
     Attributes:
-      row_shards: parts that rows are split into.
+      row_shards: shards of the rows.
       constrain: places activations.
       has_pipeline: whether the layers run in stages.
 
@@ -58,7 +58,7 @@ class ModelOnMesh:
         return abstract_model(self._config, self.constrain, layer_runner, self._make_model)
 
     def staged(self, params: State) -> State:
-        """Returns parameters in the order in which the layers run."""
+        """Returns parameters in the running order of the layers."""
         return with_layers(params, self._pipeline.stage_order) if self._pipeline else params
 
     def unstaged(self, params: State) -> State:
@@ -66,6 +66,6 @@ class ModelOnMesh:
         return with_layers(params, self._pipeline.layer_order) if self._pipeline else params
 
     def module(self, staged: State, layer_runner: LayerRunner | None = None) -> Any:
-        """Returns the model with `staged` parameters; `layer_runner` runs its layers in the place of the pipeline."""
+        """Returns the model with `staged` parameters; `layer_runner` replaces the pipeline."""
         graphdef = self._split(layer_runner)[0] if layer_runner else self._graphdef
         return nnx.merge(graphdef, staged)

@@ -1,7 +1,7 @@
-"""The optimizers, by name, from optax: a direction, decoupled weight decay, the learning rate.
+"""Optimizers by name, built from optax: a direction, decoupled weight decay, the learning rate.
 
-None of them holds the learning rate; it is an argument of the step. Those that look at the shape of a parameter see
-each layer by itself, though layers are stacked.
+The learning rate is an argument of the step, not part of an optimizer. Optimizers that use a parameter's shape get each
+layer separately, although layers are stacked.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from maxbatch.system.errors import ConfigError
 
 
 class OptimizerMaker(Protocol):
-    """A function that makes a user's optimizer for one update. The state of all of them has the same form."""
+    """A function that makes a user's optimizer for one update; all share the form of the state."""
 
     def __call__(self, learning_rate: Any, /) -> optax.GradientTransformation:
-        """Returns the optimizer of an update with that learning rate, a float32 scalar inside of the program."""
+        """Returns the optimizer for an update's learning rate, a float32 scalar inside the program."""
 
 
 def make_optimizer(
     config: OptimizerConfig, settings: UpdateSettings, has_experts: bool = False, own: OptimizerMaker | None = None
 ) -> optax.GradientTransformation:
-    """Returns the optimizer that `opt_type` names, or a user's own, with one update's settings.
+    """Makes the optimizer of `opt_type`, or a user's, with one update's settings.
 
     update = -learning_rate * (direction + adam_weight_decay * parameter), the decay on matrices only (Loshchilov and
     Hutter 2019, https://arxiv.org/abs/1711.05101). The directions have one scale, so a learning rate for adamw is a
@@ -40,14 +40,14 @@ def make_optimizer(
 
     Args:
       config: the optimizer and its constants.
-      settings: of the update. They are no part of the state, so make one optimizer inside the step for its update, and
-        one with any settings (`AT_REST`) for `init`.
+      settings: the update's settings. They are not in the state, so make one optimizer inside the step for its update,
+        and one with any settings (`AT_REST`) for `init`.
       has_experts: whether some matrices are stacked by layer and by expert.
       own: makes a user's optimizer, which replaces `opt_type` and its constants.
 
     Returns:
-      A transformation of gradients that are already averaged and clipped. Of the state, every array but counts,
-      halvings and Muon's coefficients belongs to one parameter; stacked layers have stacked state.
+      A transformation of averaged and clipped gradients. Every array of the state, except counts, halvings and Muon's
+      coefficients, belongs to one parameter; stacked layers have stacked state.
 
     Raises:
       ConfigError: there is no optimizer of that name.
@@ -76,19 +76,19 @@ AT_REST = UpdateSettings(0.0)
 
 
 class HalvedState(NamedTuple):
-    """State of a direction whose decays follow the tokens of an update."""
+    """State of a direction with decays per token."""
 
-    halvings: jax.Array  # float32[2], of both moments over all updates that were applied: their product is 2^-halvings
+    halvings: jax.Array  # float32[2], per moment over all applied updates: their decays' product is 2^-halvings
     direction: optax.OptState
 
 
 def _with_half_lives(
     config: OptimizerConfig, settings: UpdateSettings, has_experts: bool
 ) -> optax.GradientTransformation:
-    """Makes a direction whose moments halve in the stated tokens, whatever the batch of an update.
+    """Makes a direction whose moments halve in the stated tokens at any batch.
 
-    The correction of the moments' bias goes by the product of the decays that were applied. Reference for half-lives
-    in tokens: Marek et al. 2025 (https://arxiv.org/abs/2507.07101).
+    The bias correction of the moments uses the product of the applied decays. Reference for half-lives in tokens: Marek
+    et al. 2025 (https://arxiv.org/abs/2507.07101).
     """
     halvings = jnp.stack([jnp.asarray(x, jnp.float32) for x in (settings.adam_b1_halvings, settings.adam_b2_halvings)])
     b1, b2 = jnp.exp2(-halvings)
@@ -109,7 +109,7 @@ def _with_half_lives(
 def _directed(
     config: OptimizerConfig, b1: jax.Array, b2: jax.Array, halvings: jax.Array, total: jax.Array, has_experts: bool
 ) -> optax.GradientTransformation:
-    """Returns `opt_type`'s direction for one update, `halvings` of the moments long, `total` with those before it."""
+    """Returns `opt_type`'s direction for an update of `halvings` per moment, `total` including previous updates."""
     if config.opt_type == "adamw":
         return _adam_after(config, halvings, total)
     direction = _direction(config, b1, b2, has_experts)
@@ -122,8 +122,8 @@ def _directed(
 
         return jax.tree.map(lambda numbers: numbers is not None, _muon_matrices(parameters), is_leaf=is_leaf)
 
-    adam = _adam_after(config, halvings, total, nesterov=True)  # as the Adam of optax.contrib.muon
-    # Muon corrects by b1 to the power of its count. Counted in updates as long as this one, that is the product.
+    adam = _adam_after(config, halvings, total, nesterov=True)  # like Adam in optax.contrib.muon
+    # Muon corrects by b1 to the power of its count; a count of updates of this length gives the product.
     count = total[0] / halvings[0] - 1.0
     counted = optax.GradientTransformation(
         lambda parameters: optax.tree.set(direction.init(parameters), count=jnp.float32(0)),
@@ -137,13 +137,13 @@ def _directed(
 def _adam_after(
     config: OptimizerConfig, halvings: jax.Array, total: jax.Array, nesterov: bool = False
 ) -> optax.GradientTransformation:
-    """Makes Adam for an update that lasts `halvings` of its two moments, `total` with the updates before it.
+    """Makes Adam for an update of `halvings` per moment, `total` including previous updates.
 
-    With Nesterov's momentum as optax has it (Dozat 2016): the next update is taken to have the same decay.
+    Nesterov's momentum is optax's (Dozat 2016), which assumes the same decay for the next update.
     """
 
     def lost(halvings: jax.Array) -> jax.Array:
-        """Returns 1 - 2^-halvings, without the digits that a subtraction from 1 would lose."""
+        """Returns 1 - 2^-halvings without cancellation."""
         return -jnp.expm1(-math.log(2) * halvings)
 
     new, known = lost(halvings), lost(total)
@@ -177,15 +177,15 @@ def _adam_by_sde(
     """Makes Adam whose moments span the same samples at any batch: the square root rule of Malladi et al. 2022.
 
     At k times the batch (https://arxiv.org/abs/2205.10287, definition 4): rate x sqrt(k), which is
-    `learning_rate_scaling`'s, 1 - beta x k, epsilon / sqrt(k). The correction of the moments' bias takes the betas of
-    the update for those of all updates, so for some 1 / (1 - beta) updates after a change it is approximate.
+    `learning_rate_scaling`'s, 1 - beta x k, epsilon / sqrt(k). The bias correction applies the current betas to all
+    updates, so it is approximate for some 1 / (1 - beta) updates after a change.
     """
     k = jnp.asarray(batch_ratio, jnp.float32)
     return optax.scale_by_adam(1 - k * (1 - b1), 1 - k * (1 - b2), config.adam_eps / jnp.sqrt(k))
 
 
 def _lion(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
-    """Makes Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675): 4 bytes; `adam_eps` has no place in it."""
+    """Makes Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675): 4 bytes; without `adam_eps`."""
     return optax.scale_by_lion(b1, b2)
 
 
@@ -209,7 +209,7 @@ def _adafactor(
         optax.identity() if config.adam_b1 == 0 else momentum,
     )
     by_layer = _one_by_one(one_layer)
-    groups: dict[int, optax.GradientTransformation] = {False: one_layer, True: by_layer}  # names that checkpoints hold
+    groups: dict[int, optax.GradientTransformation] = {False: one_layer, True: by_layer}  # names in checkpoints
     if not has_experts:
         return optax.partition(groups, lambda parameters: jax.tree.map(bool, _num_stacked(parameters)))
     groups[2] = _one_by_one(by_layer)
@@ -231,7 +231,7 @@ def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.Arra
         muon_weight_dimension_numbers=_muon_matrices,
         consistent_rms=0.2,
     )
-    # Its output is a step downhill at rate 1; negated it is a direction.
+    # Its output is a descent step at rate 1; negate it to get a direction.
     return optax.chain(muon, optax.scale(-1.0))
 
 
@@ -248,7 +248,7 @@ DIRECTIONS: dict[
 def _direction(
     config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike, has_experts: bool
 ) -> optax.GradientTransformation:
-    if config.opt_type == "adafactor":  # the only one whose state depends on it
+    if config.opt_type == "adafactor":  # only its state depends on it
         return _adafactor(config, b1, b2, has_experts)
     return DIRECTIONS[config.opt_type](config, b1, b2)
 
@@ -258,7 +258,7 @@ def _names(path: KeyPath) -> list[object]:
 
 
 def _in_stack(path: KeyPath) -> bool:
-    """Returns whether a parameter has a leading axis of layers; a user's list of layers (`layers`, 0, ...) has none."""
+    """Returns whether a parameter has a leading axis of layers; not in a user's list of layers (`layers`, 0, ...)."""
     names = _names(path)
     if DENSE_LAYERS in names:
         return True
@@ -266,7 +266,7 @@ def _in_stack(path: KeyPath) -> bool:
 
 
 def _num_stacked(parameters: Tree) -> Tree:
-    """Returns how many axes of each parameter count layers, or layers and experts."""
+    """Returns each parameter's number of leading axes for layers, or layers and experts."""
 
     def count(path: KeyPath, value: jax.Array) -> int:
         rows = [MATRICES[str(name)] for name in _names(path) if name in MATRICES]
@@ -277,9 +277,9 @@ def _num_stacked(parameters: Tree) -> Tree:
 
 
 def _is_matrix(parameters: Tree) -> Tree:
-    """Returns whether each parameter, stacked or not, is a matrix and not a vector (norm scales, biases).
+    """Returns whether each parameter, stacked or not, is a matrix rather than a vector (norm scales, biases).
 
-    Those of the heads have two axes.
+    Biases of heads have two axes.
     """
 
     def is_matrix(path: KeyPath, value: jax.Array) -> bool:
@@ -290,11 +290,11 @@ def _is_matrix(parameters: Tree) -> Tree:
 
 
 def _muon_matrices(parameters: Tree) -> Tree:
-    """Returns a tree of dimension numbers; None where Adam takes the parameter."""
+    """Returns a tree of dimension numbers; None for Adam's parameters."""
 
     def dimension_numbers(path: KeyPath, value: jax.Array) -> optax.contrib.MuonDimensionNumbers | None:
         for name in _names(path):
-            # A user's parameter of that name may have another rank.
+            # A user's parameter with such a name may have another rank.
             if name in MATRICES and len(MATRICES[name].axes) + _in_stack(path) == value.ndim:
                 inputs, outputs = (tuple(i + _in_stack(path) for i in axes) for axes in MATRICES[name].groups)
                 return optax.contrib.MuonDimensionNumbers(inputs, outputs)
@@ -304,7 +304,7 @@ def _muon_matrices(parameters: Tree) -> Tree:
 
 
 def _one_by_one(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Maps an optimizer over the first axis of parameters, gradients and state, where there are any."""
+    """Maps an optimizer over the first axis of parameters, gradients and state, if there are any."""
 
     def mapped(function: Callable[..., object], tree: Tree) -> Callable[..., object]:
         return jax.vmap(function) if jax.tree.leaves(tree) else function
@@ -316,7 +316,7 @@ def _one_by_one(optimizer: optax.GradientTransformation) -> optax.GradientTransf
 
 
 def _with_standard_promotion(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
-    """Lets optax mix counts and rates into other dtypes, also where the program around it promotes nothing."""
+    """Lets optax mix counts and rates with other dtypes, even where implicit promotion is off."""
 
     def init(parameters: Tree) -> Tree:
         with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):

@@ -2,7 +2,7 @@
 
 DPO: Rafailov et al. 2023 (https://arxiv.org/abs/2305.18290), equation 7; its label smoothing is Mitchell's conservative
 DPO (2023, https://ericmitchell.ai/cdpo.pdf). ORPO: Hong et al. 2024 (https://arxiv.org/abs/2403.07691), equations 6 and
-7, with log-probabilities that are means over an answer's tokens.
+7, with mean log-probabilities over an answer's tokens.
 
 Shapes: M pairs, L tokens of a prompt with an answer; a pair is a row of W = 2 L slots, chosen and rejected.
 """
@@ -20,11 +20,11 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.training.update.answers import Answers, reference_of, score_answers, weigh_answers
 from maxbatch.training.update.gradients import Objective, ObjectiveSums
 
-_LARGEST_MEAN = -1e-6  # of the log-probabilities of an answer: the odds of a certain one are infinite
+_LARGEST_MEAN = -1e-6  # of an answer's log-probabilities; the odds of a certain answer are infinite
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:
-    """Returns the loss of pairs that a config states."""
+    """Returns a config's loss of pairs."""
     has_reference = config.dpo_algo == "dpo"
 
     def sums(decoder: Decoder, rows: Batch, batch_shards: int) -> ObjectiveSums:
@@ -45,8 +45,8 @@ def pair_losses(
     """Returns the loss and the margin of each pair, float32[M].
 
     Args:
-      answers: under the parameters that are trained.
-      reference_Mx2: float32, sums of log-probabilities under the reference; not read by orpo.
+      answers: under the trained parameters.
+      reference_Mx2: float32, summed log-probabilities under the reference; unused by orpo.
       config: the form of the loss.
     """
     if config.dpo_algo == "orpo":
@@ -63,10 +63,10 @@ def pair_losses(
 
 
 def _log_complement(logprobs: jax.Array) -> jax.Array:
-    """Returns log(1 - exp(logprobs)), by the form that is exact where the probability is small, or near 1."""
+    """Returns log(1 - exp(logprobs)), accurate for small probabilities and near 1."""
     logprobs = jnp.minimum(logprobs, _LARGEST_MEAN)
     is_likely = logprobs > -jnp.log(2.0)
-    # Each branch gets a value that it can differentiate where the other one is taken.
+    # Each branch needs a differentiable value even when unselected.
     likely, unlikely = jnp.where(is_likely, logprobs, -0.5), jnp.where(is_likely, -1.0, logprobs)
     array: jax.Array = jnp.where(is_likely, jnp.log(-jnp.expm1(likely)), jnp.log1p(-jnp.exp(unlikely)))
     return array

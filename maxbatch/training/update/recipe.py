@@ -1,4 +1,4 @@
-"""What a kind of sample knows of training: its objective and what is recorded of it. Imports no JAX by itself."""
+"""A kind of sample in training: its objective, and its metrics. Imports no JAX by itself."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 
 class TrainedRecipe(StreamRecipe):
-    """A kind of sample as training knows it; by default each token is predicted from those before it.
+    """A kind of sample in training; the default predicts each token from the previous ones.
 
     Attributes:
-      means: sums of its objective that a record of an update holds as means over the loss weight, by their metrics.
-      counted: what its batch counts in a line of progress; "": rows.
-      takes_parts: whether a user may bring a model, a loss or a stream of their own.
+      means: sums of its objective that are recorded as means over the loss weight, by metric.
+      counted: the unit of a batch in lines of progress; "": rows.
+      takes_parts: whether a user's own model, loss or stream is possible.
       answers_evals: whether each eval writes answers to held-out questions.
     """
 
@@ -27,7 +27,7 @@ class TrainedRecipe(StreamRecipe):
     answers_evals: ClassVar[bool] = False
 
     def objective(self, config: Mapping[str, Any]) -> Objective:
-        """Returns the loss that a whole config states."""
+        """Returns the loss of a whole config."""
         from maxbatch.training.update.gradients import NEXT_TOKEN
 
         return NEXT_TOKEN

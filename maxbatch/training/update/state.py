@@ -1,7 +1,7 @@
-"""The state that an update reads and writes: parameters and optimizer state, created in shards.
+"""The state of training: parameters and optimizer state, created in shards.
 
-Accumulation adds nothing to it, and neither does the position in the data: that is two Python integers beside
-the state, since 32-bit counters overflow at 2.1 billion tokens.
+Accumulation adds nothing to it. The position in the data is two Python integers beside it, since 32-bit counters
+overflow at 2.1 billion tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from maxbatch.training.update.update_config import UpdateConfig
 
 
 class ModelMaker(Protocol):
-    """A function that makes a user's model, whose variables are `nnx.Param`."""
+    """A function that makes a user's model, with `nnx.Param` variables only."""
 
     def __call__(self, *, rngs: nnx.Rngs) -> Any:
         """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
@@ -40,8 +40,8 @@ class ModelMaker(Protocol):
 class TrainState(NamedTuple):
     """Parameters (an `nnx.State` of `nnx.Param`) and the optimizer's state for them.
 
-    With experts it is a `BalancedState`. In a run with adapters the parameters are the adapters, and `frozen` are those
-    of the model that they adapt.
+    With experts, the optimizer's state is a `BalancedState`. In a run with adapters, the parameters are the adapters,
+    and `frozen` is their base model.
     """
 
     params: State
@@ -51,34 +51,34 @@ class TrainState(NamedTuple):
 
     @property
     def saved(self) -> TrainState:
-        """What a checkpoint holds."""
+        """The part in checkpoints."""
         return self._replace(frozen=None)
 
     @property
     def averaged(self) -> TrainState:
-        """The state with the average of the parameters in their place, in their types; itself if there is none."""
+        """The state with averaged parameters in place of current ones, in the same types; itself without an average."""
         if self.average is None:
             return self
         return self._replace(params=jax.tree.map(lambda p, a: a.astype(p.dtype), self.params, self.average))
 
     @property
     def model(self) -> State:
-        """The parameters of the model, without its adapters."""
+        """The model's parameters, without adapters."""
         return self.params if self.frozen is None else self.frozen
 
 
 @jax.jit
 def first_average(params: State) -> State:
-    """Returns the average before the first update: the parameters, copied in float32.
+    """Returns the initial average: a float32 copy of the parameters.
 
-    Below float32 the small steps of a long half-life would be rounded away.
+    Lower precision would round away the small steps of a long half-life.
     """
     found: State = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
     return found
 
 
 def average_shapes(params: State) -> State:
-    """Returns the shapes and places of an average of parameters."""
+    """Returns the shapes and shardings of an average of parameters."""
     found: State = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, jnp.float32, sharding=p.sharding), params)
     return found
 
@@ -89,9 +89,9 @@ def abstract_model(
     layer_runner: LayerRunner | None = None,
     make_model: ModelMaker | None = None,
 ) -> tuple[nnx.GraphDef[nnx.Module], State]:
-    """Returns the model's graph and its parameters' shapes, without allocating any.
+    """Returns the model's graph and its parameters' shapes, without allocation.
 
-    Without `make_model` it is the config's `Decoder`. A user's model places its activations and runs its layers itself.
+    Without `make_model`, the model is the config's `Decoder`. A user's model handles its activations and layers itself.
 
     Raises:
       ConfigError: a user's model has variables other than parameters.
@@ -115,9 +115,9 @@ def abstract_model(
 
 
 def with_layers(params: State, change: Callable[[jax.Array], jax.Array]) -> State:
-    """Returns parameters, or their gradients, with `change` applied to each stacked array of the layers.
+    """Applies `change` to each stacked array of the layers, in parameters or gradients.
 
-    First layers without experts are a stack of their own, which stays as it is.
+    The separate stack of first layers without experts is unchanged.
     """
 
     def changed(path: KeyPath, x: jax.Array) -> jax.Array:
@@ -128,14 +128,14 @@ def with_layers(params: State, change: Callable[[jax.Array], jax.Array]) -> Stat
 
 
 def num_parameters(params: State) -> int:
-    """Returns the number of values in parameters, or in their abstract shapes, over all devices."""
+    """Returns the number of values in parameters or abstract shapes, over all devices."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(params))
 
 
 def abstract_state(
     config: UpdateConfig, mesh: Mesh, make_model: ModelMaker | None = None, own_optimizer: OptimizerMaker | None = None
 ) -> TrainState:
-    """Returns the train state's shapes, dtypes and shardings, without allocating any."""
+    """Returns the train state's shapes, dtypes and shardings, without allocation."""
     _, base = abstract_model(config, make_model=make_model)
     adapters = Adapters.from_config(config.adapters)
     params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
@@ -148,14 +148,14 @@ def abstract_state(
     whole = NamedSharding(mesh, P())
 
     def is_masked(moment: object) -> bool:
-        return isinstance(moment, optax.MaskedNode)  # a parameter that another part of the optimizer takes
+        return isinstance(moment, optax.MaskedNode)  # handled by another part of the optimizer
 
     def place_moment(moment: Any, param: Any, sharding: NamedSharding) -> Any:
         if is_masked(moment):
             return moment
         return sharding if moment.shape == param.shape else whole
 
-    # Shapes are computed again below, which must not compile the zeros that they begin with.
+    # Shapes are computed again below, without compiling the initial zeros.
     abstract_optimizer = optax.GradientTransformation(
         lambda params: jax.eval_shape(optimizer.init, params), optimizer.update
     )
@@ -188,9 +188,9 @@ def init_state(
     make_model: ModelMaker | None = None,
     own_optimizer: OptimizerMaker | None = None,
 ) -> TrainState:
-    """Returns a new state, of which each device makes its own shard; none ever holds the whole.
+    """Makes a new state; each device makes its own shard, and none ever has the whole.
 
-    The values depend on `init_weights_seed` alone, not on the mesh.
+    Values depend on `init_weights_seed` only, not on the mesh.
     """
 
     def init(seed: jax.Array) -> TrainState:
@@ -210,7 +210,7 @@ def init_state(
 def init_opt_state(
     config: UpdateConfig, abstract: TrainState, params: State, own_optimizer: OptimizerMaker | None = None
 ) -> TrainState:
-    """Returns a state that starts from given parameters, with a fresh optimizer."""
+    """Returns a state of given parameters with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     balance = Balance.of(config) if isinstance(abstract.opt_state, BalancedState) else None
     if abstract.frozen is None:
@@ -231,7 +231,7 @@ def init_opt_state(
 def _started(
     config: UpdateConfig, model: State, seed: jax.Array, balance: Balance | None, own_optimizer: OptimizerMaker | None
 ) -> TrainState:
-    """Returns the first state of a run that begins from a model's parameters."""
+    """Returns the first state of a run from a model's parameters."""
     adapters = Adapters.from_config(config.adapters)
     params = adapters.init(model, seed) if adapters else model
     opt_state = _first_opt_state(config, balance, params, own_optimizer)
@@ -248,12 +248,12 @@ def _first_opt_state(
 
 
 def _first_average(config: UpdateConfig, params: State) -> State | None:
-    """Returns the average that a run begins with; None if it keeps none."""
+    """Returns a run's initial average, or None."""
     return None if config.optimizer.parameter_average_half_life is None else first_average(params)
 
 
 def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[State, State], State]:
-    """Returns the compiled program that merges adapters into the model that they adapt, (model, adapters) -> model."""
+    """Compiles the program that merges adapters into their base model, (model, adapters) -> model."""
     adapters = Adapters.from_config(config)
     assert adapters is not None, "the run trains adapters"
     shardings = jax.tree.map(lambda x: x.sharding, abstract.model)

@@ -1,11 +1,11 @@
 """The whole update: accumulate over micro-batches, reduce once, divide once, clip, step.
 
-Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row. Of the A micro-batches the first
-`num_micro_batches` are trained on; the number is an argument, so one executable serves every stage of a ramp that
-keeps M.
+Shapes: A micro-batches in the array, M rows in a micro-batch, L tokens in a row. Training uses the first
+`num_micro_batches` of the A micro-batches; the number is an argument, so one executable serves every stage of a ramp
+that keeps M.
 
-Loss and gradient are the weighted mean over the global batch (sum of losses over sum of weights), so the update does
-not depend on how the batch is cut; a batch without weight changes nothing.
+Loss and gradient are weighted means over the global batch (sum of losses over sum of weights), so the update does not
+depend on the cut of the batch; a batch without weight changes nothing.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from maxbatch.training.update.update_config import UpdateConfig
 
 
 class StepMetrics(NamedTuple):
-    """Scalars of one update, on device."""
+    """Metrics of one update: scalars on device."""
 
     loss: jax.Array  # float32, weighted mean over the global batch
     weight: jax.Array  # float32, sum of loss weights
     grad_norm: jax.Array  # float32, global norm of the mean gradient before clipping
-    skipped: jax.Array  # bool: gradient or new state were not finite, and the state is unchanged
+    skipped: jax.Array  # bool: gradient or new state were not finite; the state is unchanged
     noise_parts: NoiseParts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
     others: dict[str, jax.Array]  # float32, the objective's other sums
@@ -70,7 +70,7 @@ def make_train_step(
     balance = accumulation.balance
 
     def scale(state: TrainState, batch: Batch, num_micro_batches: jax.Array) -> Scale | None:
-        """Returns what the terms of balance need to know of the whole batch; None without such terms."""
+        """Returns the balance terms' facts of the whole batch; None without such terms."""
         if balance is None or not balance.has_terms:
             return None
 
@@ -95,7 +95,7 @@ def make_train_step(
             return accumulation.add(params, sums, arrange(micro), (j == 0) if measures_noise else False, of_terms)
 
         sums = accumulation.start(params, sums_layers=max_micro_batches > 1)
-        if max_micro_batches == 1:  # room for one: without a loop the accumulator costs nothing
+        if max_micro_batches == 1:  # a single one: without a loop the accumulator is free
             sums = add_micro_batch(jnp.int32(0), sums)
         else:
             sums = jax.lax.fori_loop(0, num_micro_batches, add_micro_batch, sums)
@@ -109,7 +109,7 @@ def make_train_step(
 
 
 def abstract_settings() -> UpdateSettings:
-    """Returns the shapes of the settings that a compiled update takes."""
+    """Returns the shapes of a compiled update's settings."""
     settings: UpdateSettings = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.float32), AT_REST)
     return settings
 
@@ -122,9 +122,9 @@ def update(
     balance: Balance | None = None,
     own_optimizer: OptimizerMaker | None = None,
 ) -> tuple[TrainState, StepMetrics]:
-    """Returns the state after the update and its metrics; an update that is not finite or has no weight is skipped.
+    """Returns the state after the update and its metrics; skips a non-finite update or one without weight.
 
-    With experts (`balance`) the routers' bias takes its step, and the counts become those of the update before.
+    With experts (`balance`), also steps the routers' bias and stores the counts for the next update.
     """
     denominator = jnp.where(totals.weight > 0, totals.weight, 1.0)
     norm = optax.tree.norm(jax.tree.map(lambda g: g / denominator, totals.gradient))
@@ -166,19 +166,19 @@ def update(
 
 
 def _moved(average: State | None, params: State, settings: UpdateSettings) -> State | None:
-    """Returns the average of the parameters after an update: average x b + parameters x (1 - b), b = 2^-halvings."""
+    """Returns the averaged parameters after an update: average x b + parameters x (1 - b), b = 2^-halvings."""
     if average is None:
         return None
-    new = -jnp.expm1(-math.log(2) * settings.average_halvings)  # 1 - b, without the digits that a subtraction loses
+    new = -jnp.expm1(-math.log(2) * settings.average_halvings)  # 1 - b without cancellation
     moved: State = jax.tree.map(lambda a, p: a + new * (p.astype(jnp.float32) - a), average, params)
     return moved
 
 
 def _may_overflow(config: OptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:
-    """Returns whether a finite gradient can give a state that is not finite, for which the state must be checked.
+    """Returns whether a finite gradient can give a non-finite state, so that the state must be checked.
 
-    The norm of the gradient is finite, so its values stay below 1e20, and with usual settings no direction of an
-    optimizer reaches 1e32. A rate and a decay of at most 1 then take no parameter to 1e38, however long the run.
+    The gradient's norm is finite, so its values are below 1e20, and with usual settings no optimizer's direction
+    reaches 1e32. With rate and decay at most 1, no parameter reaches 1e38 in any run.
     """
     has_usual_settings = (
         1e-12 <= config.adam_eps <= 1
@@ -189,7 +189,7 @@ def _may_overflow(config: OptimizerConfig, settings: UpdateSettings) -> jax.Arra
         return True
     decay = settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
     is_usual = settings.learning_rate * jnp.clip(decay, 1.0, 1e30) <= 1
-    if config.adam_b1 is None or config.adam_b2 is None:  # those of usual decays: at most 1 - 1e-6
+    if config.adam_b1 is None or config.adam_b2 is None:  # like usual decays, at most 1 - 1e-6
         is_usual &= jnp.minimum(settings.adam_b1_halvings, settings.adam_b2_halvings) >= 1.5e-6
     return ~is_usual
 

@@ -1,4 +1,4 @@
-"""The keys of a config that an update reads."""
+"""The config keys of an update."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from maxbatch.model.decoder_config import DecoderConfig
 
 
 class UpdateConfig(DecoderConfig):
-    """The decoder's keys, and those of its mesh, its adapters and its optimizer."""
+    """Keys of the decoder, mesh, adapters and optimizer."""
 
     mesh: MeshConfig
     adapters: AdapterConfig
