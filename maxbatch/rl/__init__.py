@@ -1,4 +1,4 @@
-"""Reinforcement learning: GRPO post-training on prompts whose responses are scored by functions.
+"""Reinforcement learning: GRPO post-training on prompts, with responses scored by functions.
 
 A prompt (`prompts`, by `templates`; `ready_tasks` need no download) goes through `rollout`
 (responses), `rewards` (by `reward_functions`), `collecting` (chunks of pairs) and `learner` (the update, for

@@ -1,8 +1,8 @@
 """The quality of a policy: pass@1, greedy and sampled, and pass@k on the held-out prompts.
 
-A response passes if the first of its rewards is at least one half. Sampled responses are drawn as rollouts are;
-pass@1 is their mean, and pass@k the share of prompts of which one of the k = `eval_num_generations` responses passes
-(Chen et al. 2021, https://arxiv.org/abs/2107.03374, of as many samples as k).
+A response passes if its first reward is at least one half. Responses are sampled as in rollouts; pass@1 is their mean,
+and pass@k the share of prompts with a passing response among k = `eval_num_generations` (Chen et al. 2021,
+https://arxiv.org/abs/2107.03374, with k samples).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from maxbatch.runs.metrics_schema import Metric
 
 PASSES = 0.5
 _MOST_TRANSCRIPTS = 8
-_FIRST_GENERATION = 2**31  # of an eval, which draws nothing that a rollout draws
+_FIRST_GENERATION = 2**31  # of an eval, apart from all draws of rollouts
 
 
 class Transcript(NamedTuple):
@@ -39,12 +39,12 @@ class Transcript(NamedTuple):
 class Evaluation(NamedTuple):
     """The result of an eval."""
 
-    figures: dict[str, float]  # by the names of the metrics
+    figures: dict[str, float]  # by metric
     transcripts: list[Transcript]  # of the first prompts
 
 
 class PolicyEvaluator:
-    """Samples responses to the held-out prompts, `num_pairs` at once, and scores them."""
+    """An eval that samples responses to held-out prompts, `num_pairs` at once, and scores them."""
 
     def __init__(
         self, config: RLConfig, prompts: Sequence[Prompt], roller: Roller, num_pairs: int, rewards: Rewards
@@ -71,7 +71,7 @@ class PolicyEvaluator:
         return Evaluation(figures, transcripts)
 
     def _answers(self, params: State, group: int, temperature: float) -> tuple[np.ndarray, np.ndarray, list[str]]:
-        """Returns whether each response passes and its reward, [prompts, group]; the first text for each prompt."""
+        """Returns passes and rewards of responses, [prompts, group], and each prompt's first text."""
         group_at_once = min(group, self._num_pairs)
         passes: list[np.ndarray] = []
         rewards: list[np.ndarray] = []
@@ -95,11 +95,11 @@ class PolicyEvaluator:
 def open_evaluator(
     config: EvaluationConfig, rollout: RolloutConfig, held_out: Prompts, plan: BatchPlan, mesh: Mesh, rewards: Rewards
 ) -> PolicyEvaluator:
-    """Returns the evaluator of a run on the mesh that samples."""
+    """Returns the evaluator of a run on the sampling mesh."""
     assert plan.rl is not None, "the config states a batch of prompts"
     num_pairs, num_prompts = plan.eval_batch_size, held_out.num_prompts
     if config.eval_steps != -1:
-        # The chunks of an update, which eval takes over if its batch is not stated, do not change the prompts.
+        # An eval without its own batch size uses the update's chunks, which do not affect the prompts.
         is_stated = bool(config.eval_per_device_batch_size)
         batch = num_pairs if is_stated else plan.rl.effective_batch_size
         num_prompts = min(num_prompts, config.eval_steps * batch)

@@ -1,7 +1,7 @@
-"""The devices that train: the update cut into a program per chunk and one that steps.
+"""The training devices: an update as one program per chunk and one for the step.
 
-The update is that of pre-training with another objective. A chunk is trained on while the next one is sampled, so the
-sums of an update are carried from call to call, donated.
+The update is pre-training's with another objective. Chunks are trained on while the next is sampled, so an update's
+sums are carried between calls, donated.
 
 Shapes: M pairs of a chunk, L tokens.
 """
@@ -37,7 +37,7 @@ class LearnerConfig(UpdateConfig):
 
 
 class Learner:
-    """Trains on pairs, chunk by chunk, on the mesh of the devices that train."""
+    """Training on pairs, chunk by chunk, on the training mesh."""
 
     def __init__(self, config: LearnerConfig, mesh: Mesh) -> None:
         self.abstract = abstract_state(config, mesh)  # shapes and shardings of the state
@@ -74,23 +74,23 @@ class Learner:
             self._merged = jit(adapters.merged, out_shardings=shardings.model)
 
     def policy(self, state: TrainState) -> State:
-        """Returns the parameters of the policy, adapters merged into the model that they adapt."""
+        """Returns the policy's parameters, with adapters merged."""
         return state.params if state.frozen is None else self._merged(state.frozen, state.params)
 
     def refer_to(self, params: State) -> None:
-        """Measures the divergence (`grpo_beta`) from these parameters, which stay as they are."""
+        """Sets the reference of the divergence (`grpo_beta`) to these parameters."""
         self._reference = params
 
     def place(
         self, tokens_MxL: np.ndarray, mask_MxL: np.ndarray, logprobs_MxL: np.ndarray,
         lengths_M: np.ndarray, advantages_M: np.ndarray,
     ) -> Pairs:  # fmt: skip
-        """Puts a chunk on the devices that train.
+        """Puts a chunk on the training devices.
 
         Args:
           tokens_MxL: int32: prompt, response, padding.
-          mask_MxL: bool: where the response is; nowhere in a row that only fills the chunk.
-          logprobs_MxL: float32, of the tokens when they were sampled.
+          mask_MxL: bool: where the response is; all False in padding rows.
+          logprobs_MxL: float32, of the tokens at sampling.
           lengths_M: int32, tokens of prompt and response.
           advantages_M: float32.
         """
@@ -106,7 +106,7 @@ class Learner:
         return Pairs(tokens, segments, weights, old, reference, advantages)
 
     def add(self, state: TrainState, pairs: Pairs) -> jax.Array:
-        """Adds a chunk to the update under way; returns a scalar that is ready once the chunk is trained on."""
+        """Adds a chunk to the current update; returns a scalar that is ready when the chunk is done."""
         if self._sums is None:
             added: tuple[Sums, jax.Array] = self._begin(state.params, state.frozen, pairs)
         else:
@@ -115,7 +115,7 @@ class Learner:
         return done
 
     def step(self, state: TrainState, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
-        """Takes the update of all chunks that were added."""
+        """Takes the update of all added chunks."""
         assert self._sums is not None, "an update has a chunk"
         sums, self._sums = self._sums, None
         numbers = jax.tree.map(np.float32, settings)

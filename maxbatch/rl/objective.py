@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation as an objective of the update that pre-training takes.
+"""Group-relative policy optimisation as an objective of the same update as pre-training.
 
 GRPO: Shao et al. 2024, DeepSeekMath (https://arxiv.org/abs/2402.03300), equations 3 and 4; `epsilon_high` is DAPO's
 (Yu et al. 2025, https://arxiv.org/abs/2503.14476). gspo-token: Zheng et al. 2025 (https://arxiv.org/abs/2507.18071),
@@ -27,24 +27,24 @@ class Pairs(NamedTuple):
     tokens: jax.Array  # int32: prompt, response, padding
     segments: jax.Array  # int32: 1 where there is a token, 0 at padding
     weights: jax.Array  # float32: 1 at the tokens of the response, else 0
-    old_logprobs_MxL: jax.Array  # float32: log-probability of each token when it was sampled
-    reference_logprobs_MxL: jax.Array  # float32: under the reference parameters; not read if `grpo_beta` is 0
+    old_logprobs_MxL: jax.Array  # float32: log-probability of each token at sampling
+    reference_logprobs_MxL: jax.Array  # float32: under the reference parameters; unused if `grpo_beta` is 0
     advantages_MxL: jax.Array  # float32: the response's advantage, at each of its tokens
 
 
-# Sums over the tokens of the responses, besides the loss, by the names of the metrics; "kl" only with `grpo_beta`.
+# Sums over the responses' tokens, besides the loss, by metric; "kl" only with `grpo_beta`.
 SUMS = ("tokens", "entropy", "clip_fraction", "old_policy_kl")
 
 
 def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
-    """Returns how much better each response did than the others to its prompt: (r - mean) / standard deviation.
+    """Returns each response's advantage within its prompt's group: (r - mean) / standard deviation.
 
     Args:
-      rewards_B: float[B], the responses to a prompt next to each other.
+      rewards_B: float[B], with the responses to a prompt adjacent.
       num_generations: G.
 
     Returns:
-      float32[B]; 0 where all responses to a prompt have the same reward.
+      float32[B]; 0 if all responses to a prompt have the same reward.
     """
     rewards_PxG = np.asarray(rewards_B, np.float64).reshape(-1, num_generations)
     differences_PxG = rewards_PxG - rewards_PxG.mean(axis=1, keepdims=True)
@@ -59,10 +59,10 @@ def group_advantages(rewards_B: np.ndarray, num_generations: int) -> np.ndarray:
 def pair_losses(
     logprobs_MxL: jax.Array, pairs: Pairs, config: RLConfig
 ) -> tuple[jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Returns the loss of a chunk, its weight and its other figures, all as sums.
+    """Returns a chunk's loss, weight and other figures, all as sums.
 
     Args:
-      logprobs_MxL: float32, of each token under the parameters that are trained.
+      logprobs_MxL: float32, of each token under the trained parameters.
       pairs: the chunk.
       config: the form of the loss.
 
@@ -85,7 +85,7 @@ def pair_losses(
     losses_MxL = -jnp.minimum(gain_MxL, clipped_gain_MxL)
     kl = {}
     if config.grpo_beta:
-        # Schulman's estimator of the divergence, unbiased and never negative: http://joschu.net/blog/kl-approx.html
+        # Schulman's unbiased, non-negative estimator of the divergence: http://joschu.net/blog/kl-approx.html
         to_reference_MxL = pairs.reference_logprobs_MxL - logprobs_MxL
         kl_MxL = jnp.exp(to_reference_MxL) - to_reference_MxL - 1
         losses_MxL = losses_MxL + config.grpo_beta * kl_MxL
@@ -108,7 +108,7 @@ def pair_losses(
 
 
 def policy_objective(config: RLConfig) -> Objective:
-    """Returns the objective of `maxbatch rl`, over rows that are `Pairs`."""
+    """Returns the objective of `maxbatch rl`, over rows of `Pairs`."""
 
     def sums(decoder: Decoder, pairs: Pairs, batch_shards: int) -> ObjectiveSums:
         x_MxLxD, routing = decoder.hidden(pairs.tokens, pairs.segments)

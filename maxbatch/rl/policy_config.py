@@ -1,4 +1,4 @@
-"""The keys of a config that reinforcement learning reads."""
+"""The config keys of reinforcement learning."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from maxbatch.config.sections import RLConfig
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.decoder_config import DecoderConfig
 
-WARM_START = "warm_start"  # the folder in `run_dir` of the training before the first update
+WARM_START = "warm_start"  # folder in `run_dir` of the training before the first update
 
 
 class PromptConfig(StreamConfig):
@@ -17,7 +17,7 @@ class PromptConfig(StreamConfig):
 
 
 class RolloutConfig(DecoderConfig):
-    """The decoder's keys, those of the responses, the model whose end tokens end them, and the compiler's flags."""
+    """Keys of the decoder, the responses, the model with their end tokens, and the compiler's flags."""
 
     rl: RLConfig
     max_prefill_predict_length: int

@@ -1,6 +1,6 @@
-"""Prompts: a stream fixed by the dataset, the template and the seed, with the fields of the prompts' records.
+"""Prompts: a stream determined by dataset, template and seed, with the fields of the prompts' records.
 
-Limits: the records are held in memory, as JSON; a dataset of prompts is one source, no mixture.
+Limits: records are in memory, as JSON; a dataset of prompts is one source, not a mixture.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from maxbatch.rl.refusals import check_lengths, check_type
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
 
-# Part of every identity; to be raised when the same settings come to mean other prompts.
+# Part of every identity; raise it when the same settings give other prompts.
 _PROMPTS_VERSION = 1
 _TEXTS_AT_ONCE = 1024
 
@@ -45,24 +45,24 @@ _TEXTS_AT_ONCE = 1024
 class Prompt:
     """One prompt."""
 
-    index: int  # in the stream, in which epochs follow one another, or in the held-out split
-    text: str  # the prompt that the template makes of the record
+    index: int  # in the stream of epochs, or in the held-out split
+    text: str  # the prompt from template and record
     tokens: np.ndarray  # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
-    record: dict[str, object]  # all fields, for the rewards; a copy of its own
+    record: dict[str, object]  # all fields, for the rewards; its own copy
 
 
 @dataclass(frozen=True, eq=False)
 class Prompts:
     """One split of the prompts.
 
-    The training stream has no end: epoch e is prompts e n to (e + 1) n - 1, each epoch another permutation of the
-    records. A held-out split is its n prompts once, in order.
+    The training stream is endless: epoch e is prompts e n to (e + 1) n - 1, each epoch another permutation of the
+    records. A held-out split is n prompts once, in order.
     """
 
     records: Sequence[bytes]  # JSON objects, n of them
     text: PromptText
     identity: Identity  # equal identities mean equal prompts
-    skipped_records: int  # records of the whole dataset that were left out (`skip_bad_records`)
+    skipped_records: int  # skipped records of the whole dataset (`skip_bad_records`)
     shuffle: tuple[int, str] | None  # seed and name that key the permutations; None: in order
     is_endless: bool  # whether the stream continues after its first epoch
     has_chats: bool  # whether any record of the whole dataset is a conversation
@@ -79,14 +79,14 @@ class Prompts:
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """The ids that end the assistant's turn, if there are conversations among the prompts."""
+        """The ids that end the assistant's turn, if any prompt is a conversation."""
         return self.text.chat.end_ids if self.has_chats else ()
 
     def read(self, first: int, count: int) -> list[Prompt]:
-        """Returns prompts first to first + count - 1. O(count), whatever `first`.
+        """Returns prompts first to first + count - 1, in O(count) for any `first`.
 
         Raises:
-          IndexError: below 0, or past the end of a held-out split.
+          IndexError: an index below 0, or past the end of a held-out split.
         """
         if first < 0 or count < 0 or not (self.is_endless or first + count <= self.num_prompts):
             end = "" if self.is_endless else f" to {self.num_prompts - 1}"
@@ -99,13 +99,13 @@ class Prompts:
 
 
 class PromptSource:
-    """The prompts of a config: those to train on, and the held-out ones.
+    """The prompts of a config, for training and held out.
 
-    All are read, filled in and measured when the source is made.
+    All are read, filled in and measured on construction.
 
     Raises:
-      ConfigError: settings or data that cannot be used, by key, value and record; a prompt of no token, or of more
-        than `max_prefill_predict_length`.
+      ConfigError: unusable settings or data, with key, value and record; a prompt without tokens, or with more than
+        `max_prefill_predict_length`.
     """
 
     def __init__(self, config: PromptConfig):
@@ -120,12 +120,12 @@ class PromptSource:
         self._fraction.refuse_empty(len(self._dataset.records), "prompts")
 
     def train(self) -> Prompts:
-        """Returns the prompts to train on."""
+        """Returns the training prompts."""
         return self._split(self._dataset, self._part(held_out=False), trains=True)
 
     @cached_property
     def held_out(self) -> Prompts | None:
-        """The held-out prompts, of `eval_dataset_path` if it is given; None if nothing is held out."""
+        """The held-out prompts, from `eval_dataset_path` if stated; None if nothing is held out."""
         if self._config.eval_dataset_path:
             dataset = _read_dataset(self._config, "eval_dataset_path", self._text)
             return self._split(dataset, dataset.records, trains=False)
@@ -163,14 +163,14 @@ class Written(NamedTuple):
     """The text of a prompt."""
 
     text: str
-    is_chat: bool  # by the chat template, which writes all special tokens itself
+    is_chat: bool  # written by the chat template, with all special tokens
 
 
 class PromptText:
-    """What makes texts of records, and tokens of texts.
+    """Conversion of records to texts, and of texts to tokens.
 
-    A template that is one field alone, such as "{messages}", takes a list of messages as a conversation: the
-    tokenizer's chat template writes it, up to the beginning of the assistant's answer.
+    With a template of a single field, such as "{messages}", a list of messages is a conversation: the tokenizer's chat
+    template writes it, up to the beginning of the assistant's answer.
     """
 
     def __init__(self, config: PromptConfig):
@@ -208,7 +208,7 @@ class PromptText:
             raise ConfigError(f"{where}: {error}") from None
 
     def _messages(self, record: Mapping[str, object]) -> list[dict[str, object]] | None:
-        """Returns the messages of a record whose prompt is a conversation; raises ConversationError for broken ones."""
+        """Returns a record's messages if its prompt is a conversation; raises ConversationError for broken ones."""
         field = self.template.only_field
         found = record.get(field) if field else None
         if isinstance(found, list) and any(isinstance(one, dict) and one.keys() & {"role", "from"} for one in found):
@@ -226,11 +226,11 @@ class PromptText:
 
 
 class _Dataset(NamedTuple):
-    """All records of one path, before they are split."""
+    """All records of one path, before splitting."""
 
     records: list[bytes]  # JSON objects, in order
-    content: str  # a hash of the records and of the prompts they make
-    skipped: int  # records that were left out
+    content: str  # a hash of the records and their prompts
+    skipped: int  # skipped records
     has_chats: bool  # whether any is a conversation
 
 
@@ -265,7 +265,7 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
 
 
 def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
-    """Returns the name of a dataset in messages, and its records as JSON, b"" for those that are left out."""
+    """Returns a dataset's name for messages, and its records as JSON, b"" for skipped ones."""
     if task := TASKS.get(config.dataset_type):
         return f"dataset_type={config.dataset_type}", map(record_as_json, task.records())
     source = DocumentSource.from_config(config, key, whole_records=True)

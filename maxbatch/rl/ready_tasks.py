@@ -1,4 +1,4 @@
-"""The tasks that need no download, by their `dataset_type`. No JAX."""
+"""The tasks without a download, by `dataset_type`. No JAX."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from maxbatch.rl import arithmetic, sorting
 
 
 class ReadyTask(NamedTuple):
-    """A task that needs no download."""
+    """A task without a download."""
 
-    records: Callable[[], list[dict[str, object]]]  # all prompts, in a fixed order that mixes them well
-    worked_answer: Callable[[Mapping[str, object], random.Random], str]  # one of several, by a draw; one is right
+    records: Callable[[], list[dict[str, object]]]  # all prompts, in a fixed, well-mixed order
+    worked_answer: Callable[[Mapping[str, object], random.Random], str]  # draws one of several answers; one is right
 
 
 TASKS = {

@@ -1,4 +1,4 @@
-"""The settings that `maxbatch rl` refuses before it reads a file, so that a plan refuses them too. No JAX."""
+"""Settings that `maxbatch rl` and its plans refuse before reading files. No JAX."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from maxbatch.rl.reward_terms import parse_rewards, reward_error
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
 
-# Types of datasets without records, and the nearest type that has them.
+# Types of datasets without records, with the nearest type that has them.
 _NEAREST_TYPE = {"arrayrecord": "parquet", "text": "jsonl", "tokens": "jsonl"}
 
 
 def check_policy(config: RLConfig, prompts: PromptConfig, compiled_dir: str) -> None:
-    """Raises ConfigError for a config whose prompts, rewards, warm start or programs no file can make right."""
+    """Raises ConfigError for prompts, rewards, warm start or programs that no file can correct."""
     dataset_type = prompts.dataset_type
     check_type(dataset_type)
     Template(config.prompt_template)
@@ -37,7 +37,7 @@ def check_policy(config: RLConfig, prompts: PromptConfig, compiled_dir: str) -> 
 
 
 def check_type(dataset_type: str) -> None:
-    """Raises ConfigError for a type of dataset whose records have no fields."""
+    """Raises ConfigError for a dataset type whose records lack fields."""
     if dataset_type not in (*READY_TASKS, "jsonl", "parquet"):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
         raise ConfigError(f"dataset_type={dataset_type}: prompts come from records with fields: one of "
@@ -45,7 +45,7 @@ def check_type(dataset_type: str) -> None:
 
 
 def _check_rewards(reward: str) -> None:
-    """Raises ConfigError for a reward that is not of its form, or that maxbatch itself does not have."""
+    """Raises ConfigError for a malformed reward, or one missing in maxbatch itself."""
     for term in parse_rewards(reward):
         if term.spec.startswith("maxbatch."):
             try:
@@ -55,21 +55,21 @@ def _check_rewards(reward: str) -> None:
 
 
 def _check_ready_prompts(config: PromptConfig) -> None:
-    """Raises ConfigError if the prompts of a ready task do not fit, or if no one of them is held out."""
+    """Raises ConfigError if a ready task's prompts do not fit, or none is held out."""
     where, template = f"dataset_type={config.dataset_type}", Template(config.prompt_template)
     records = TASKS[config.dataset_type].records()
     texts = [template.fill(record, f"record {number}") for number, record in enumerate(records, 1)]
     if config.tokenizer_type == "byte":
         lengths = {number: len(text.encode()) + config.add_bos for number, text in enumerate(texts, 1)}
         check_lengths(config, where, lengths)
-    if 0 < config.eval_fraction * len(records) < 1:  # NumPy, which the split imports, would make a plan slower
+    if 0 < config.eval_fraction * len(records) < 1:  # the split imports NumPy, which would slow a plan
         from maxbatch.data.store.heldout import HeldOutFraction
 
         HeldOutFraction.of(config.eval_fraction).refuse_empty(len(records), "prompts")
 
 
 def check_lengths(config: PromptConfig, where: str, lengths: Mapping[int, int]) -> None:
-    """Raises ConfigError if the prompt of a record, by its number from 1, has no token or too many."""
+    """Raises ConfigError if a record's prompt, by its number from 1, has no token or too many."""
     longest, shortest = max(lengths, key=lambda n: lengths[n]), min(lengths, key=lambda n: lengths[n])
     most = config.max_prefill_predict_length
     if lengths[longest] > most:

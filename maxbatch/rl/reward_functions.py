@@ -1,4 +1,4 @@
-"""The user's reward functions, in the worker processes that call them."""
+"""The user's reward functions, inside worker processes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ RewardFunction = Callable[[str, str, dict[str, object]], object]
 
 
 class ResponseToScore(NamedTuple):
-    """One response to score, as the functions get it: texts without special tokens, the fields of the record."""
+    """A response for reward functions: texts without special tokens, the record's fields."""
 
     prompt: str
     response: str
@@ -25,21 +25,22 @@ class ResponseToScore(NamedTuple):
 
 
 class RewardError(Exception):
-    """A function failed on a response; the message is one line."""
+    """A function's failure on a response; the message is one line."""
 
 
 def scorer(specs: Sequence[str]) -> Callable[[ResponseToScore], tuple[float, ...]]:
-    """Returns the scorer of questions by the functions that `specs` name: "module:function", "path/FILE.py:function".
+    """Returns a scorer by the functions in `specs`: "module:function", "path/FILE.py:function".
 
     Raises:
-      ImportError: there is no such function; the message gives the reason in one line.
+      ImportError: a function cannot be imported; the message gives the reason in one line.
     """
     functions = [_import_function(spec) for spec in specs]
     return lambda question: tuple(_score(function, question) for function in functions)
 
 
 def _score(function: RewardFunction, question: ResponseToScore) -> float:
-    """Returns a function's number, finite or not, and raises RewardError if it raised, also SystemExit, or has none."""
+    """Returns a function's number, finite or not; raises RewardError for an exception, even SystemExit, or no
+    number."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         value = function(question.prompt, question.response, copy.deepcopy(question.record))
@@ -59,7 +60,7 @@ def _import_function(spec: str) -> RewardFunction:
         function: RewardFunction = import_function(spec)
     except ImportError as error:
         raise ImportError(_in_one_line(str(error))) from error
-    with contextlib.suppress(ValueError):  # a function written in C may have no signature
+    with contextlib.suppress(ValueError):  # functions in C may lack a signature
         try:
             inspect.signature(function).bind("prompt", "response", {})
         except TypeError as error:

@@ -15,17 +15,17 @@ class RewardTerm(NamedTuple):
 
     spec: str  # its name in the key
     name: str  # its name in metrics
-    weight: float  # the factor on its score
+    weight: float  # factor of its score
 
 
 def parse_rewards(text: str) -> list[RewardTerm]:
-    """Returns the terms of the key `reward`: "module:function", "FILE.py:function", or several, "a:f,0.7;b:g,0.3".
+    """Parses the key `reward`: "module:function", "FILE.py:function", or several, "a:f,0.7;b:g,0.3".
 
-    A weight that is left out is 1; weights are not normalised. Metrics name a function by its own name, or by its
-    whole term if two have the same.
+    The default weight is 1; weights are not normalised. Metrics use a function's name, or the whole term if two share a
+    name.
 
     Raises:
-      ConfigError: the text is not of this form, or names a function twice.
+      ConfigError: the text is malformed, or names a function twice.
     """
     weights: dict[str, float] = {}
     for item in text.split(";"):
@@ -41,7 +41,7 @@ def parse_rewards(text: str) -> list[RewardTerm]:
 
 
 def identity_of(text: str) -> dict[str, str]:
-    """Returns what the key `reward` amounts to, wherever its files lie: names, weights and hashes of the sources."""
+    """Returns the identity of `reward`, independent of paths: names, weights and hashes of sources."""
     return {
         f"reward {number}": f"{term.name} x {term.weight:g}, source {source_hash(term.spec)}"
         for number, term in enumerate(parse_rewards(text), 1)
@@ -66,5 +66,5 @@ def _parse_term(text: str, item: str) -> tuple[str, float]:
 
 
 def reward_error(reward: str, problem: object) -> ConfigError:
-    """Returns the error of a value of `reward`."""
+    """Returns the error for a value of `reward`."""
     return ConfigError(f"reward={shown(repr(reward))}: {problem}")

@@ -1,15 +1,14 @@
-"""Rewards: the user's own functions, which score responses in worker processes.
+"""Rewards: the user's functions, which score responses in worker processes.
 
-A function takes (prompt, response, record), the texts without special tokens and the fields of the prompt's record,
-and returns a number. If it raises, crashes, takes more than `reward_timeout_s` or returns no finite number, this one
-response scores `reward_on_failure` and is counted. Every response is scored once, unless its worker is killed from
-outside (with SIGKILL: by a person, or where the machine's memory runs out). Then a new worker scores it again; it fails
-when that has happened three times.
+A function takes (prompt, response, record), the texts without special tokens and the fields of the prompt's record, and
+returns a number. If it raises, crashes, exceeds `reward_timeout_s` or returns no finite number, this response scores
+`reward_on_failure` and is counted. Every response is scored once, unless its worker is killed from outside (SIGKILL by
+a person, or when memory runs out); then a new worker scores it again, and the third kill is a failure.
 
-Each worker may use an equal share of the machine's memory, one share being left to the trainer; an allocation beyond it
-raises MemoryError in the function.
+Workers and the trainer have equal shares of the machine's memory; an allocation beyond a worker's share raises
+MemoryError in the function.
 
-Limits: a function that is interrupted by the time limit may leave behind processes that it has started itself.
+Limits: a function interrupted by the time limit may leave behind its own child processes.
 """
 
 from __future__ import annotations
@@ -30,27 +29,27 @@ from maxbatch.rl.reward_terms import RewardTerm, parse_rewards, reward_error
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.training.compile.target import host_memory
 
-_ATTEMPTS = 3  # of a response whose worker is killed
+_ATTEMPTS = 3  # tries of a response whose worker is killed
 
 
 class ResponseScores(NamedTuple):
-    """The scores of n responses, in the order of the questions; `reward_on_failure` for those that failed."""
+    """The scores of n responses, in the order of the questions; `reward_on_failure` for failed ones."""
 
     rewards: np.ndarray  # float32[n], the weighted sum of the functions
     by_name: dict[str, np.ndarray]  # float32[n] of each function
     failed: np.ndarray  # bool[n]: a function raised, crashed or returned no finite number
-    timed_out: np.ndarray  # bool[n]: it took more than `reward_timeout_s`; such a response is not among the failed
+    timed_out: np.ndarray  # bool[n]: it took more than `reward_timeout_s`; not counted as failed
     problem: str = ""  # the first failure or timeout, in words
 
     def to_json(self) -> dict[str, object]:
-        """Returns them as JSON, for the other hosts."""
+        """Returns the scores as JSON, for the other hosts."""
         by_name = {name: values.tolist() for name, values in self.by_name.items()}
         arrays = (self.rewards.tolist(), by_name, self.failed.tolist(), self.timed_out.tolist())
         return dict(zip(self._fields, (*arrays, self.problem), strict=True))
 
     @classmethod
     def joined(cls, parts: Sequence[Mapping[str, Any]]) -> ResponseScores:
-        """Returns the scores of several hosts, each those of `to_json`, one after the other."""
+        """Concatenates the scores of several hosts, given by `to_json`."""
 
         def column(found: Iterable[Sequence[float]], kind: type) -> np.ndarray:
             return np.array(list(itertools.chain.from_iterable(found)), kind)
@@ -67,7 +66,7 @@ class ResponseScores(NamedTuple):
 
     @property
     def num_failed(self) -> int:
-        """Responses without a score for another reason than the time limit."""
+        """Responses without a score, except for timeouts."""
         return int(self.failed.sum())
 
     @property
@@ -78,17 +77,17 @@ class ResponseScores(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Pending:
-    """Scores that are not all there yet."""
+    """Scores in progress."""
 
-    answers: Sequence[Future[tuple[float, ...]]]  # a number of each term, per response
+    answers: Sequence[Future[tuple[float, ...]]]  # per response: a number of each term
     terms: Sequence[RewardTerm]
-    on_failure: float  # the score of a response that failed
+    on_failure: float  # the score of a failed response
 
     def result(self) -> ResponseScores:
         """Waits for all results and returns the scores.
 
         Raises:
-          RuntimeError: the rewards were closed before.
+          RuntimeError: the rewards were closed earlier.
         """
         values_NxF = np.full((len(self.answers), len(self.terms)), math.nan)
         problems: dict[int, Exception] = {}
@@ -125,7 +124,7 @@ class Rewards:
         """Starts the processes and waits until each has imported the functions.
 
         Raises:
-          ConfigError: `reward` is not of its form, or names a function that cannot be imported.
+          ConfigError: `reward` is malformed, or a function cannot be imported.
         """
         self._terms = parse_rewards(config.reward)
         self._on_failure = float(config.reward_on_failure)
@@ -144,11 +143,11 @@ class Rewards:
             raise
 
     def submit(self, questions: Sequence[ResponseToScore]) -> Pending:
-        """Hands in a batch and returns at once; batches are scored in the order in which they come."""
+        """Queues a batch and returns at once; batches are scored in order."""
         return Pending(self._pool.submit(questions), self._terms, self._on_failure)
 
     def close(self) -> None:
-        """Ends the processes; scores that are still on their way never arrive."""
+        """Ends the processes; pending scores never arrive."""
         self._pool.close()
 
     def __enter__(self) -> Rewards:

@@ -1,6 +1,6 @@
 """Responses to prompts: sampled chunk by chunk, read back as text, scored.
 
-Shapes: P prompts of a chunk, G responses to each, R = P x G pairs, L tokens.
+Shapes: P prompts per chunk, G responses per prompt, R = P x G pairs, L tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from maxbatch.training.compile.compiler import jit_with
 from maxbatch.training.compile.flags import program_options
 from maxbatch.training.update.state import abstract_model
 
-WORD = 1 << 32  # a prompt's index is folded into its key in two words
+WORD = 1 << 32  # a prompt's index enters its key in two words
 
 
 class SampledPairs(NamedTuple):
@@ -43,11 +43,11 @@ class SampledPairs(NamedTuple):
 
 
 class Roller:
-    """The side that samples, on its own mesh; every call takes `num_pairs` rows (R), padded if there are fewer.
+    """The sampling side, on its own mesh; every call has `num_pairs` rows (R), padded if needed.
 
     Args:
-      group: adjacent rows that have one prompt in every call, and read it once; it divides R.
-      end_ids: of tokens that end a response, besides those of the tokenizer and of the model's files.
+      group: adjacent rows that share a prompt and its prefill in every call; divides R.
+      end_ids: ids of tokens that end a response, besides the tokenizer's and the model files'.
     """
 
     def __init__(
@@ -71,15 +71,15 @@ class Roller:
         )  # fmt: skip
 
     def hand_over(self, params: State) -> HandedOver:
-        """Copies parameters from the devices that train, for `receive`; runs programs of those devices only."""
+        """Copies parameters from the training devices, for `receive`; runs programs on those only."""
         return self._reshard.hand_over(params)
 
     def receive(self, handed: HandedOver) -> State:
-        """Returns the parameters on the devices that sample; runs programs of those devices only."""
+        """Returns the parameters on the sampling devices; runs programs on those only."""
         return self._reshard.receive(handed)
 
     def take(self, params: State) -> State:
-        """Returns the parameters on the devices that sample."""
+        """Moves parameters to the sampling devices."""
         return self._reshard(params)
 
     def start(
@@ -92,7 +92,7 @@ class Roller:
     ) -> Responses:
         """Dispatches the sampling of responses.
 
-        They depend on the seed, the prompt's index, the number of the generation and the parameters alone.
+        They depend only on the seed, the prompt's index, the generation's number and the parameters.
         """
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
         filled = rows + [prompts[-1]] * (self._num_pairs - len(rows))
@@ -108,17 +108,17 @@ class Roller:
         config = self._config.rl
         filters = config.decode_sampling_top_k, config.decode_sampling_nucleus_p
         rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
-        # Unless told otherwise, TPUs and GPUs round the factors of float32 products.
+        # By default TPUs and GPUs round the factors of float32 products.
         with jax.default_matmul_precision("highest" if config.sampler_dtype == "float32" else None):
             return self._sampler(params, prompts_QxP, lengths_Q, draws_Rx3, rules)
 
     def text(self, response: np.ndarray) -> str:
-        """Returns the text of a response's tokens (int32[n]), without those that end it."""
+        """Decodes a response's tokens (int32[n]), without end tokens."""
         ends = {self._tokenizer.eos_id, *self._end_ids}
         return self._tokenizer.decode([token for token in response.tolist() if token not in ends])
 
     def read(self, prompts: Sequence[Prompt], num_generations: int, responses: Responses) -> SampledPairs:
-        """Waits for responses and reads them as text."""
+        """Waits for responses and decodes them."""
         rows = len(prompts) * num_generations
         fetched = (np.asarray(x)[:rows] for x in jax.device_get(responses))
         tokens_RxL, starts_R, lengths_R, logprobs_RxL = fetched
@@ -131,16 +131,16 @@ class Roller:
 
 
 def _of_sampling(config: RolloutConfig) -> RolloutConfig:
-    """Returns the keys of the model as it samples: in `sampler_dtype`, if that is stated."""
+    """Returns the sampling model's keys, with `sampler_dtype` if stated."""
     if config.rl.sampler_dtype in (None, config.dtype):
         return config
-    return config.replaced({"dtype": config.rl.sampler_dtype, "attention": "auto"})  # cudnn takes bfloat16 alone
+    return config.replaced({"dtype": config.rl.sampler_dtype, "attention": "auto"})  # cudnn only takes bfloat16
 
 
 def score(rewards: Rewards, sampled: SampledPairs) -> ResponseScores:
-    """Returns the scores of the pairs of a chunk; each host scores its own share of the rows.
+    """Scores the pairs of a chunk; each host scores its share of the rows.
 
-    It is called by one thread at a time, which may run beside others.
+    Call it from one thread at a time; other threads may run.
     """
     group, count = len(sampled.texts) // len(sampled.prompts), len(sampled.texts)
     begin, end = (count * host // jax.process_count() for host in (jax.process_index(), jax.process_index() + 1))
@@ -153,6 +153,6 @@ def score(rewards: Rewards, sampled: SampledPairs) -> ResponseScores:
 
 
 def chunks(first: int, count: int, size: int) -> Iterator[tuple[int, int]]:
-    """Yields (first, number) of the prompts of each chunk; the last may be short."""
+    """Yields (first, number) of each chunk's prompts; the last may be short."""
     for start in range(first, first + count, size):
         yield start, min(size, first + count - start)

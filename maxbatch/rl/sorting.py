@@ -1,10 +1,9 @@
-"""A task that needs no download: lists to sort, and worked examples that mostly put them in another order.
+"""A task without a download: lists to sort, and worked examples mostly in another order.
 
 A prompt is a list of four digits, "7352>", one of 10^4; its answer is "2357".
 
-The answer of a worked example is the list in one of the orders of `ORDERS`, drawn uniformly. Few lists are the same in
-two of them, so a model that imitates the examples is right in about one of four answers. Only the reward tells which
-order is asked for.
+A worked example's answer is the list in an order drawn uniformly from `ORDERS`. Few lists are equal in two orders, so a
+model that imitates the examples is right about one time in four. Only the reward tells which order is wanted.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ORDERS: tuple[Callable[[str], str], ...] = (_ascending, _descending, _as_given, 
 
 
 def records() -> list[dict[str, object]]:
-    """Returns all prompts, {"prompt": "7352>", "answer": "2357"}, in a fixed order that mixes them well."""
+    """Returns all prompts, {"prompt": "7352>", "answer": "2357"}, in a fixed, well-mixed order."""
     lists = ["".join(digits) for digits in itertools.product("0123456789", repeat=LENGTH)]
     lists.sort(key=lambda digits: hashlib.blake2b(digits.encode(), digest_size=8).digest())
     return [{"prompt": f"{digits}>", "answer": _ascending(digits)} for digits in lists]
@@ -53,10 +52,10 @@ def is_sorted(prompt: str, response: str, record: dict[str, object]) -> float:
 
 
 def digits_kept(prompt: str, response: str, record: dict[str, object]) -> float:
-    """Returns 1.0 for a response of the list's digits in any order, apart from spaces around it, else 0.0."""
+    """Returns 1.0 for the list's digits in any order, apart from spaces around them, else 0.0."""
     return float(_ascending(response.strip()) == record["answer"])
 
 
 def worked_answer(record: Mapping[str, object], draw: random.Random) -> str:
-    """Returns the list of a record in an order that is drawn."""
+    """Returns a record's list in a drawn order."""
     return draw.choice(ORDERS)(str(record["prompt"])[:LENGTH])

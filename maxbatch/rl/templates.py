@@ -1,4 +1,4 @@
-"""`prompt_template`: from the fields of a record to the text of a prompt, by the rules of `str.format`."""
+"""`prompt_template`: a prompt's text from a record's fields, by the rules of `str.format`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from maxbatch.system.errors import ConfigError
 class Template:
     """A text with fields in braces, such as "Q: {question}\\nA:".
 
-    A brace that is text is written twice. `{messages[0][content]}` reaches into a field that holds lists or objects.
-    A text that is no template, or has no field, raises ConfigError.
+    Literal braces are doubled. `{messages[0][content]}` reaches into lists and objects. An invalid template, or one
+    without a field, raises ConfigError.
     """
 
     def __init__(self, text: str):
@@ -25,7 +25,7 @@ class Template:
             doubled = re.sub(r"[{}]", lambda brace: brace[0] * 2, text)
             twice = f"a brace that is text is written twice: {shown(repr(doubled))}"
             raise self._error(f"not a template ({error}); {twice}") from None
-        # The field that is the whole template, as in "{messages}"; its value may be a conversation.
+        # The field of a template such as "{messages}"; its value may be a conversation.
         self.only_field = text[1:-1] if names == [text[1:-1]] and text == f"{{{names[0]}}}" else ""
         self._fields = [re.split(r"[.\[]", name, maxsplit=1)[0] for name in names]
         if not names:
@@ -35,10 +35,10 @@ class Template:
             raise self._error('fields go by their names; works: prompt_template="{prompt}"')
 
     def fill(self, record: Mapping[str, object], place: str) -> str:
-        """Returns the text of a record; `place` names it in messages.
+        """Fills the template from a record; `place` names the record in messages.
 
         Raises:
-          ConfigError: a field that is missing or null, or whose value does not fit its format.
+          ConfigError: a field is missing or null, or its value does not fit its format.
         """
         for name in self._fields:
             if name not in record:

@@ -1,4 +1,4 @@
-"""The times at which sampling and training had work: from its dispatch until it was done."""
+"""The times when sampling and training had work, from dispatch to completion."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ class Work(NamedTuple):
 
 
 class Timeline:
-    """A context manager that observes dispatched work without delaying it."""
+    """A context manager that times dispatched work without delaying it."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, ThreadPoolExecutor] = {}
         self._works: dict[str, list[Work]] = defaultdict(list)
-        self._lock = Lock()  # of works, which the thread that samples ahead adds to
+        self._lock = Lock()  # of works, shared with the thread that samples ahead
 
     def watch(self, side: str, output: object) -> None:
-        """Notes that a side has work until an array is there; the works of a side end one after the other."""
+        """Records that a side has work until an array is ready; a side's works end in order."""
         dispatched = time.perf_counter()
         if side not in self._waiting:
             self._waiting[side] = ThreadPoolExecutor(1, thread_name_prefix=f"maxbatch-{side}")
@@ -41,9 +41,9 @@ class Timeline:
             self._works[side].append(Work(dispatched, self._waiting[side].submit(wait)))
 
     def shares(self, since: float, until: float) -> dict[str, float]:
-        """Returns the shares of a stretch of time in which each side had work, and in which both had.
+        """Returns the shares of a period in which each side, and both sides, had work.
 
-        Work that has ended is cleared; that of batches ahead goes on.
+        Clears ended work; work on batches ahead continues.
         """
         works: dict[str, list[tuple[float, float]]] = {}
         with self._lock:

@@ -1,4 +1,4 @@
-"""`transcripts.jsonl`: responses as texts, those of evals and those that are trained on."""
+"""`transcripts.jsonl`: responses of evals and trained responses, as text."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from maxbatch.training.record.board import Board
 
 
 class Transcripts:
-    """Lines of `transcripts.jsonl`; those of evals are a text in TensorBoard as well.
+    """Lines of `transcripts.jsonl`; evals' lines are also texts in TensorBoard.
 
-    An eval's line has `step` and `transcripts`, a batch's line `step` (of its first update) and `trained`. Lines of
-    updates after `step`, which will be redone, are dropped.
+    An eval's line has `step` and `transcripts`, a batch's line `step` (of its first update) and `trained`. Drops lines
+    of updates after `step`, which will be redone.
 
     Args:
       folder: the folder of the run.
-      board: TensorBoard's events, if there are any.
+      board: TensorBoard's events, if any.
       step: updates done.
-      period: batches from one line of a batch to the next; -1: none is written.
+      period: batches between lines of a batch; -1: no lines.
     """
 
     def __init__(self, folder: RunFolder, board: Board | None, step: int, period: int) -> None:
@@ -44,9 +44,9 @@ class Transcripts:
 
         Args:
           step: the batch's first update, from 1.
-          number: of the batch, from 0.
-          version: updates that the policy which sampled it had taken.
-          batch: all of it sampled.
+          number: the batch's number, from 0.
+          version: updates behind the sampling policy.
+          batch: the batch, fully sampled.
         """
         if self._log and self._period > 0 and number % self._period == 0:
             trained = [response._asdict() for response in batch.responses()]

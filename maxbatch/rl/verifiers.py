@@ -2,9 +2,8 @@
 
 `reward="maxbatch.rl.verifiers:right_number"` and `reward="maxbatch.rl.verifiers:passes_tests"`.
 
-Limits: a program runs with the rights of its user. The bounds are those of each process that it starts, and one that
-leaves its process group outlives it. They stop endless loops and large allocations, and are no wall against a program
-that is out to do harm.
+Limits: a program runs with its user's rights. The limits apply per process, and a process that leaves its group
+survives. They stop endless loops and large allocations, but not a malicious program.
 """
 
 from __future__ import annotations
@@ -23,15 +22,15 @@ from pathlib import Path
 
 _WHOLE = r"\d{1,3}(?:,\d{3})+(?!\d)|\d+"
 _NUMBER = re.compile(rf"(?:(?<![\w)])[-+])?(?:(?:{_WHOLE})(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?")
-_MOST_DIGITS, _MOST_EXPONENT = 1000, 1000  # beyond them it is no number
+_MOST_DIGITS, _MOST_EXPONENT = 1000, 1000  # bounds of a number
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}")
 _FRACTION = re.compile(r"\\[dt]?frac\{(\s*[-+]?\d+\s*)\}\{(\s*\d+\s*)\}")
 _BLOCK = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", re.DOTALL)
-PROGRAM_LIMIT_S = 5.0  # of a program with its tests
+PROGRAM_LIMIT_S = 5.0  # per program with its tests
 PROGRAM_MEMORY_BYTES = 1 << 30
 
-# Takes the folder of maxbatch as its argument, and the bounds, two tokens, the program and its tests as a literal in
-# one line of standard input. Writes the first token once the bounds hold, and the second once the last test has passed.
+# Its argument is maxbatch's folder; one line of standard input has the limits, two tokens, the program and its tests as
+# a literal. It writes the first token when the limits are set, and the second after the last test passed.
 _RUNNER = """
 import ast, os, resource, signal, sys
 sys.path.append(sys.argv.pop())
@@ -60,13 +59,13 @@ _ROOT = str(Path(__file__).parents[2])
 
 
 def right_number(prompt: str, response: str, record: dict[str, object]) -> float:
-    """Returns 1.0 if the number that a response ends with equals the record's `answer`, else 0.0.
+    """Returns 1.0 if a response's final number equals the record's `answer`, else 0.0.
 
-    A number in \\boxed{} goes first, then the one after `####`, then the last of the text; so it is in the answer,
-    which may be a number or a text. Numbers are compared exactly: 1,200 is 1200.0, and 1/2 is 0.5.
+    The final number is in \\boxed{}, else after `####`, else the last in the text. The same applies to `answer`, a number
+    or a text. Numbers are compared exactly: 1,200 is 1200.0, and 1/2 is 0.5.
 
     Raises:
-      ValueError: the record has no `answer` with a number in it.
+      ValueError: the record has no `answer` with a number.
     """
     expected = _last_number(str(record.get("answer", "")))
     if expected is None:
@@ -75,7 +74,7 @@ def right_number(prompt: str, response: str, record: dict[str, object]) -> float
 
 
 def _last_number(text: str) -> Fraction | None:
-    """Returns the number that a text states as its result."""
+    """Returns a text's final number, or None."""
     boxed = _BOXED.findall(_FRACTION.sub(r"\1/\2", text))
     stated = boxed[-1] if boxed else text.rpartition("####")[2]
     stated = _FRACTION.sub(r"\1/\2", stated)
@@ -92,7 +91,7 @@ def _last_number(text: str) -> Fraction | None:
 
 
 def _fraction(text: str) -> Fraction | None:
-    """Returns the value of a number; None for one that is too long or too large to compute with."""
+    """Parses a number; None if it is too long or too large to compute with."""
     digits, _, exponent = text.replace(",", "").lower().partition("e")
     if len(digits) > _MOST_DIGITS or len(exponent) > 5 or abs(int(exponent or 0)) > _MOST_EXPONENT:
         return None
@@ -100,15 +99,15 @@ def _fraction(text: str) -> Fraction | None:
 
 
 def passes_tests(prompt: str, response: str, record: dict[str, object]) -> float:
-    """Returns 1.0 if the Python program in a response passes all of the record's `tests`, else 0.0.
+    """Returns 1.0 if a response's Python program passes all of the record's `tests`, else 0.0.
 
-    The program is the last block between ``` of the response, or all of it. Tests are Python statements that raise
-    unless the program is right, such as "assert double(2) == 4": one text or a list of them, after the program in the
-    same process. That process is a new one in an empty folder, with `PROGRAM_LIMIT_S` and `PROGRAM_MEMORY_BYTES`.
+    The program is the response's last ``` block, or all of it. Tests are Python statements that raise unless the
+    program is right, such as "assert double(2) == 4", as one text or a list. They run after the program in the same new
+    process, in an empty folder, limited by `PROGRAM_LIMIT_S` and `PROGRAM_MEMORY_BYTES`.
 
     Raises:
       ValueError: the record has no `tests`.
-      RuntimeError: the process could not begin with the program.
+      RuntimeError: the process could not start the program.
     """
     tests = record.get("tests")
     tests = [tests] if isinstance(tests, str) else tests
@@ -123,7 +122,7 @@ def _passes(program: str, tests: list[str]) -> bool:
     seconds = math.ceil(PROGRAM_LIMIT_S)
     bounds = {"RLIMIT_AS": PROGRAM_MEMORY_BYTES, "RLIMIT_CPU": seconds, "RLIMIT_FSIZE": 1 << 20, "RLIMIT_CORE": 0}
     asked = repr((seconds, bounds, ready, passed, program, tests)).encode("utf-8", "backslashreplace")
-    # The answer goes to a file, whose size RLIMIT_FSIZE bounds too, whatever the program writes to it.
+    # The answer goes to a file, so RLIMIT_FSIZE bounds any output of the program.
     with (
         tempfile.TemporaryDirectory(prefix="maxbatch-program-", ignore_cleanup_errors=True) as folder,
         tempfile.TemporaryFile() as answer,
@@ -141,7 +140,7 @@ def _passes(program: str, tests: list[str]) -> bool:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(PROGRAM_LIMIT_S)
         finally:
-            with contextlib.suppress(ProcessLookupError):  # also what the program has started
+            with contextlib.suppress(ProcessLookupError):  # including the program's children
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             with contextlib.suppress(BrokenPipeError):

@@ -1,7 +1,7 @@
-"""What the hosts of a run compare at its start: the config, the versions, the run folder, and what they read.
+"""Comparison of hosts at the start of a run: config, versions, run folder and content of inputs.
 
-The config comes first, before anything that hosts could do in different numbers or orders. Nothing here runs on a
-single host, or reads what the run does not.
+The config comes first, before anything in which hosts could differ in number or order. A single host skips all this,
+and nothing is read that the run does not read.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from maxbatch.runs.run_id import RunIdentity
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.saved import versions
 
-# Settings of JAX, which users may set in the environment, that shape programs or the numbers drawn.
+# Settings of JAX, also from the environment, that affect programs or random numbers.
 _JAX_SETTINGS = (
     "jax_default_matmul_precision",
     "jax_enable_x64",
@@ -28,7 +28,7 @@ _JAX_SETTINGS = (
     "jax_numpy_dtype_promotion",
     "jax_disable_jit",
 )
-_OF_A_PLACE = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags that shape no program
+_OF_A_PLACE = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags without effect on programs
 
 
 def check_same_start(command: str, stated: Mapping[str, str]) -> None:
@@ -40,7 +40,7 @@ def check_same_start(command: str, stated: Mapping[str, str]) -> None:
         and a user's own parts of the run by their argument.
 
     Raises:
-      ConfigError: some differ; the message names each with its values and their hosts.
+      ConfigError: some differ; the message names each, with values and hosts.
     """
     if jax.process_count() > 1:
         facts = {"command": command} | dict(stated) | _machine()
@@ -48,10 +48,10 @@ def check_same_start(command: str, stated: Mapping[str, str]) -> None:
 
 
 def _machine() -> dict[str, str]:
-    """Returns the versions, devices and settings that shape programs."""
+    """Returns the versions, devices and settings that determine programs."""
     devices = jax.local_devices()
     found = versions(devices[0].platform)
-    found.pop("cpu", None)  # every host compiles for its own
+    found.pop("cpu", None)  # every host compiles for its own CPU
     found["source of maxbatch"] = found.pop("source")
     found |= {name: importlib.metadata.version(name) for name in ("maxbatch", "orbax-checkpoint")}
     flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OF_A_PLACE))
@@ -64,7 +64,7 @@ def _machine() -> dict[str, str]:
 
 
 def share_folder(folder: RunFolder) -> RunIdentity:
-    """Returns the identity of the run, once all hosts have found the folder that the first one writes to.
+    """Checks that all hosts see the first host's folder; returns the identity of the run.
 
     Raises:
       ConfigError: a host sees another folder, or none.

@@ -30,16 +30,16 @@ class EvalResult(NamedTuple):
 
 
 def num_evaluated(bounds: EvaluationConfig, num_rows: int, batch_size: int) -> int:
-    """Returns how many of the held-out rows an eval reads."""
+    """Returns the number of held-out rows in an eval."""
     most = math.inf if bounds.eval_steps < 0 else bounds.eval_steps * batch_size
     return int(min(num_rows, most, bounds.eval_samples or math.inf))
 
 
 class Evaluator:
-    """Evaluates parameters on `num_rows` held-out rows, in batches of its own size and without accumulation.
+    """An eval of parameters on `num_rows` held-out rows, in its own batch size and without accumulation.
 
-    The stream is None on a host that reads no rows. `eval_steps` bounds the batches, `eval_samples`
-    the rows; rows of zero weight pad the last batch.
+    The stream is None on a host without rows. `eval_steps` bounds the batches, `eval_samples` the rows; rows of zero
+    weight pad the last batch.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Evaluator:
         self._compiled: Future[jax.stages.Compiled] | None = None
 
     def compile(self, abstract_params: State, background: Background, make: MakeExecutable = compile_here) -> None:
-        """Starts compiling ahead of the first eval."""
+        """Starts compiling before the first eval."""
         self._compiled = background.start(partial(make, self.name, partial(self.lower, abstract_params)))
 
     @property
@@ -91,7 +91,7 @@ class Evaluator:
         with BatchLoader(self._stream, self._placement, series) as loader:
             for start in range(0, self._num_rows, batch_size):
                 batch = loader.batch(min(batch_size, self._num_rows - start), self._shape)
-                # Fetched one by one: programs with collectives that run side by side can deadlock on a CPU.
+                # Fetched one by one, since concurrent programs with collectives can deadlock on a CPU.
                 batch_loss, batch_weight = jax.device_get(step(params, batch))
                 loss, weight = loss + float(batch_loss), weight + float(batch_weight)
         return EvalResult(loss / weight if weight else float("nan"), weight, self._num_rows)

@@ -1,4 +1,4 @@
-"""A user's own model, loss and optimizer: the protocols, and how training uses them.
+"""A user's own model, loss and optimizer: protocols and adapters to training.
 
 Shapes: M rows of a micro-batch (or of one device's part of it), L tokens, V vocabulary.
 """
@@ -46,14 +46,14 @@ class Rows(NamedTuple):
 
 
 class MakeModel(Protocol):
-    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, whose variables are `nnx.Param`."""
+    """A user's model: a class of `flax.nnx.Module`, or a function that makes one, with `nnx.Param` variables only."""
 
     def __call__(self, config: Config, *, rngs: nnx.Rngs) -> Any:
         """Returns a module that is called with tokens and segments, int32[M, L], and returns logits [M, L, V]."""
 
 
 class Loss(Protocol):
-    """A user's loss: two sums over rows, so that the update does not depend on how the batch is cut."""
+    """A user's loss: two sums over rows, so that the update does not depend on the cut of the batch."""
 
     def __call__(self, model: Any, rows: Rows, /) -> tuple[jax.Array, jax.Array]:
         """Returns the sum of the losses of these rows, and the sum of their weights: float scalars.
@@ -64,12 +64,12 @@ class Loss(Protocol):
 
 
 Optimizer: TypeAlias = OptimizerMaker | optax.GradientTransformation
-# Keys of the config's own optimizer that a user's cannot follow, with the values that switch them off.
+# Keys of the config's optimizer without effect on a user's, with the values that switch them off.
 _DECAYS = {"adam_scaling": "none", "adam_b1_half_life": None, "adam_b2_half_life": None, "weight_decay_timescale": None}
 
 
 class Parts(NamedTuple):
-    """A user's parts, which replace those of the config; None: the config's."""
+    """A user's replacements of the config's parts; None: the config's."""
 
     model: MakeModel | None = None
     objective: Loss | None = None
@@ -79,7 +79,7 @@ class Parts(NamedTuple):
 
 
 def code_of(parts: Parts) -> dict[str, str]:
-    """Returns for each given part its name and a hash of the file that defines it, by its argument."""
+    """Returns each given part's name and a hash of its source file, by argument."""
     given = {name: getattr(parts, name) for name in ("model", "objective", "optimizer", "stream")}
     return {name: _code_of(part) for name, part in given.items()}
 
@@ -98,7 +98,7 @@ def _code_of(part: object) -> str:
 
 
 def check_parts(parts: Parts) -> None:
-    """Raises ConfigError for a model, a loss or an optimizer that cannot be called as training calls them."""
+    """Raises ConfigError for a model, a loss or an optimizer that training cannot call."""
     model, loss, optimizer = parts.model, parts.objective, parts.optimizer
     if isinstance(model, nnx.Module):
         name = type(model).__name__
@@ -131,7 +131,7 @@ def name_of(function: Any) -> str:
 
 @contextlib.contextmanager
 def _naming(part: str) -> Iterator[None]:
-    """Adds to an error of a user's code which of the parts raised it."""
+    """Adds the name of the part to an error of a user's code."""
     try:
         yield
     except ConfigError:
@@ -145,7 +145,7 @@ def module_maker(model: ModelMaker, name: str) -> ModelMaker:
     """Returns a user's model, a function of the random numbers alone, with errors that name it.
 
     Raises:
-      ConfigError: (the function) what it makes is no `flax.nnx.Module` with floating-point parameters.
+      ConfigError: (the function) the result is not a `flax.nnx.Module` with floating-point parameters.
     """
 
     def make(*, rngs: nnx.Rngs) -> Any:
@@ -166,10 +166,10 @@ def module_maker(model: ModelMaker, name: str) -> ModelMaker:
 
 
 def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> OptimizerMaker | None:
-    """Returns a user's optimizer as a function of the learning rate; None if there is none.
+    """Returns a user's optimizer as a function of the learning rate, or None.
 
     Raises:
-      ConfigError: the config has decays of its own optimizer; (the function) what it makes is no optimizer of optax.
+      ConfigError: the config states decays of its own optimizer; (the function) the result is not an optax optimizer.
     """
     if optimizer is None:
         return None
@@ -201,10 +201,10 @@ def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> Opt
 
 
 def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: ModelConfig) -> Objective | None:
-    """Returns the objective of a user's loss or model; None if there is neither.
+    """Returns the objective of a user's loss or model; None without either.
 
     Raises:
-      ConfigError: the config has terms of balance, which are added to its own loss only.
+      ConfigError: the config has balance terms, which are added to its own loss only.
     """
     if make_model is None and loss is None:
         return None
@@ -229,7 +229,7 @@ def objective_of(loss: Loss | None, make_model: ModelMaker | None, config: Model
 
 
 class _RoutedModel:
-    """The config's own model with experts, as a user's loss calls it: it adds up what its experts were sent."""
+    """The config's model with experts, for a user's loss; sums the routing of its calls."""
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
@@ -253,8 +253,8 @@ class _RoutedModel:
 def next_token_loss(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the cross-entropies of each next token, and the sum of the weights, in float32.
 
-    Its logits exist whole, float32[M, L, V]. The loss of the config's own model is fused with the last projection and
-    keeps a piece of them at a time.
+    All logits exist at once, float32[M, L, V]; the config's own loss is fused with the last projection and keeps a
+    piece at a time.
     """
     return _next_token_sums(model, rows)
 
@@ -274,7 +274,7 @@ def _next_token_sums(model: Any, rows: Rows, vocab_size: int = 1) -> tuple[jax.A
 
 
 def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
-    """Returns the two sums that a user's loss returned, in float32."""
+    """Checks a user's two sums and returns them in float32."""
     parts = list(returned) if isinstance(returned, tuple | list) else [returned]
     is_number = [isinstance(part, jax.Array | np.ndarray | np.generic | float | int) for part in parts]
     if len(parts) != 2 or not all(is_number) or any(jnp.shape(part) for part in parts):
@@ -298,13 +298,13 @@ def _described(value: Any) -> str:
 def task_model(
     make_model: ModelMaker | None, config: UpdateConfig, mesh: MeshShape, own_optimizer: OptimizerMaker | None = None
 ) -> TaskModel:
-    """Returns the model of a run, whose identity includes the form of a user's optimizer state.
+    """Returns the model of a run; its identity includes the form of a user's optimizer state.
 
-    Without a user's model it is the config's. A user's is known by the shapes of its parameters. Its FLOPs are 6 per
-    parameter and token, without those of attention (Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1).
+    Without a user's model it is the config's. A user's model is identified by its parameters' shapes. Its FLOPs are 6
+    per parameter and token, without attention (Kaplan et al. 2020, https://arxiv.org/abs/2001.08361, section 2.1).
 
     Raises:
-      ConfigError: the model has variables other than parameters, or the config needs a feature of its own model.
+      ConfigError: the model has variables besides parameters, or the config needs a feature of its own model.
     """
     if make_model is None:
         found = model_of(config)
@@ -327,7 +327,7 @@ def task_model(
 def _optimizer_identity(
     own: OptimizerMaker | None, config: UpdateConfig, make_model: ModelMaker | None = None
 ) -> dict[str, str]:
-    """Returns what a resume must match of a user's optimizer: the form of its state, as a hash."""
+    """Returns the identity of a user's optimizer for resumes: a hash of the form of its state."""
     if own is None:
         return {}
     _, params = abstract_model(config, make_model=make_model)

@@ -1,7 +1,7 @@
 """The programs of a run, lowered from abstract shapes: nothing is allocated.
 
-They are the same for present devices and for those that only a compiler describes, so `train` and the commands that
-compile ahead of time share them.
+They are the same for present devices and for devices described by a compiler, so `train` and ahead-of-time commands
+share them.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ INIT = "init"
 
 
 def step_name(shape: BatchShape) -> str:
-    """Returns the name of the update on batches of a shape."""
+    """Returns the name of the update for a batch shape."""
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
 
 
 def checked_mesh_shape(config: PlanConfig, model: DecoderConfig, devices: Sequence[jax.Device]) -> MeshShape:
-    """Returns the mesh shape of a run; called before data are opened or anything is compiled.
+    """Returns the mesh shape of a run; call it before data are opened or programs compiled.
 
     Raises:
       ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention`.
@@ -52,7 +52,7 @@ def checked_mesh_shape(config: PlanConfig, model: DecoderConfig, devices: Sequen
 
 
 class ProgramsConfig(UpdateConfig):
-    """The keys of the update and, of its evals and checkpoints, the keys that decide which programs a run has."""
+    """The keys of the update, and those of evals and checkpoints that determine a run's programs."""
 
     evaluation: EvaluationConfig
     checkpoint: CheckpointConfig
@@ -63,8 +63,8 @@ class Programs:
     """The lowered programs of a run on given devices, present or not.
 
     Args:
-      shape: axis sizes of their mesh (`checked_mesh_shape`).
-      objective: the loss to minimise, and the model whose parameters it trains.
+      shape: axis sizes of the mesh (`checked_mesh_shape`).
+      objective: the loss to minimise, and the trained model.
       expansion: e > 1: the batch is staged by one host in e (`Placement`).
       own_optimizer: makes a user's optimizer; None: the config's.
     """
@@ -88,7 +88,7 @@ class Programs:
         return Placement(batch_sharding(self.mesh), slots_per_sample(self.config), self._expansion, dtypes)
 
     def reference_pass(self, batch_size: int) -> ReferencePass:
-        """Returns the pass that computes the reference of samples, `batch_size` at a time."""
+        """Returns the pass that computes the samples' reference, `batch_size` at a time."""
         num_answers = self._objective.num_referred
         return ReferencePass(self.config, self._placement(BATCH_DTYPES), batch_size, num_answers)
 
@@ -98,7 +98,7 @@ class Programs:
         return abstract_state(self.config, self.mesh, self._objective.make_model, self._own_optimizer)
 
     def step(self, shape: BatchShape) -> jax.stages.Lowered:
-        """Returns the update on batches of a shape (`make_train_step`)."""
+        """Returns the update for a batch shape (`make_train_step`)."""
         arrange = self.placement.arrange(shape.micro_batch)
         train_step = make_train_step(
             self.config, self.mesh, self.abstract, arrange, self._objective, self._own_optimizer
@@ -109,7 +109,7 @@ class Programs:
         return lowered
 
     def init(self) -> jax.stages.Lowered:
-        """Returns the program of the initial state, from the config's seed: each device makes its own shard."""
+        """Returns the program of the initial state, from the config's seed; each device makes its own shard."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract)
         init = partial(init_state, self.config, self.abstract, self._objective.make_model, self._own_optimizer)
         return jax.jit(init, out_shardings=shardings).lower()
@@ -117,7 +117,7 @@ class Programs:
     def others(self, eval_batch_size: int) -> Iterator[tuple[str, jax.stages.Lowered]]:
         """Yields the other programs of a run by name.
 
-        They are of the first state, the reference of the objective, an eval pass and the checksums of a checkpoint.
+        They are the initial state, the objective's reference, an eval pass and a checkpoint's checksums.
         """
         yield INIT, self.init()
         if self._objective.num_referred:

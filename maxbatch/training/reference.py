@@ -1,14 +1,14 @@
 """Log-probabilities of answers under the reference: the first parameters of a run, computed once.
 
-They are kept by the hash of the sample, beside the stream: any cut of the data finds them, and whatever epoch a sample
-is read in. A run computes them for the samples that it is going to read, in one pass before its first update, and
-writes them to `run_dir/reference.bin`; a resume reads the file. Where it is missing or damaged, or the run was made
-longer, the first parameters are made again from the config for the samples that are missing.
+They are keyed by the sample's hash, beside the stream, so any cut of the data and any epoch finds them. A run computes
+them for its samples in one pass before the first update, and writes them to `run_dir/reference.bin`; a resume reads the
+file. If it is missing or damaged, or the run is longer now, the first parameters are made again from the config for the
+missing samples.
 
-Cost: a forward pass over each sample; in the memory of every loading host and in the file 8 bytes of it, and 4 of each
-answer.
+Cost: a forward pass over each sample; 8 bytes per sample and 4 per answer, in every loading host's memory and in the
+file.
 
-Shapes: M samples of a pass, A answers of a sample (2 of a pair), W = A L slots, K samples that are known.
+Shapes: M samples per pass, A answers per sample (2 of a pair), W = A L slots, K known samples.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.update_config import UpdateConfig
 
 REFERENCE_FILE = "reference.bin"
-_READ_SAMPLES = 1024  # at a time, to see whether they are known
+_READ_SAMPLES = 1024  # samples per read, when looking for unknown ones
 
 
 @dataclasses.dataclass
 class Reference:
-    """The log-probabilities that are known.
+    """The known log-probabilities.
 
     Attributes:
-      unit: what a sample is, in a word.
+      unit: the kind of sample, in a word.
       num_answers: A.
-      num_samples: samples of the training stream, from its start, that are known.
-      num_held_out: the same of the held-out stream.
-      held_out: a hash of the identity of that stream.
-      origin: a hash of the identity of the first parameters.
-      hashes_K: uint64, of the samples, rising.
-      logprobs_KxA: float32, sums over the tokens of each answer; of a pair those of the chosen and the rejected one.
+      num_samples: known samples of the training stream, from its start.
+      num_held_out: known samples of the held-out stream.
+      held_out: a hash of the held-out stream's identity.
+      origin: a hash of the first parameters' identity.
+      hashes_K: uint64, the samples' hashes, ascending.
+      logprobs_KxA: float32, sums over each answer's tokens; of a pair: chosen, rejected.
     """
 
     unit: str
@@ -72,13 +72,13 @@ class Reference:
         self.logprobs_KxA = self.logprobs_KxA.reshape(len(self.hashes_K), self.num_answers)
 
     def add(self, hashes_n: np.ndarray, logprobs_nxA: np.ndarray) -> None:
-        """Adds samples, of which some may be known."""
+        """Adds samples; some may be known already."""
         hashes = np.concatenate([self.hashes_K, hashes_n])
         self.hashes_K, first_K = np.unique(hashes, return_index=True)
         self.logprobs_KxA = np.concatenate([self.logprobs_KxA, logprobs_nxA])[first_K]
 
     def beside(self, rows: Rows) -> Rows:
-        """Returns rows with `reference`, float32[n, W]: the sums, each in the first slot of its answer's row."""
+        """Returns rows with `reference`, float32[n, W]: each sum in the first slot of its answer's row."""
         place_n, known_n = self._places(_hashes(rows))
         if not known_n.all():
             raise TrainingError(
@@ -91,26 +91,26 @@ class Reference:
         return rows | {"reference": reference.reshape(rows["tokens"].shape)}
 
     def knows(self, samples: SampleRows, count: int) -> bool:
-        """Returns whether all of the first `count` samples of a stream are known; reads them."""
+        """Reads the first `count` samples of a stream; returns whether all are known."""
         batches = (range(first, min(first + _READ_SAMPLES, count)) for first in range(0, count, _READ_SAMPLES))
         return all(self._places(_hashes(samples.batch(list(batch))))[1].all() for batch in batches)
 
     def _places(self, hash_n: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the places of samples, int64[n], and whether they are known, bool[n]; others have any place."""
+        """Returns the indices of samples, int64[n], and whether they are known, bool[n]; others have any index."""
         if not len(self.hashes_K):
             return np.zeros(len(hash_n), np.int64), np.zeros(len(hash_n), bool)
         place_n = np.minimum(np.searchsorted(self.hashes_K, hash_n), len(self.hashes_K) - 1)
         return place_n, self.hashes_K[place_n] == hash_n
 
     def to_bytes(self) -> bytes:
-        """Returns the content of the file: a line of JSON with a checksum of the rest, and the two arrays."""
+        """Serialises to a line of JSON, with a checksum of the rest, and the two arrays."""
         arrays = self.hashes_K.astype("<u8").tobytes() + self.logprobs_KxA.astype("<f4").tobytes()
         facts = {name: getattr(self, name) for name in ("num_samples", "num_held_out", "held_out", "origin")}
         return json.dumps(facts | {"pairs": len(self.hashes_K), "crc32": zlib.crc32(arrays)}).encode() + b"\n" + arrays
 
     @classmethod
     def read(cls, path: AnyPath, unit: str, num_answers: int) -> Reference | None:
-        """Returns what a file holds; None if it is missing or damaged."""
+        """Reads a file; None if it is missing or damaged."""
         try:
             head, _, arrays = path.read_bytes().partition(b"\n")
             facts = json.loads(head)
@@ -127,13 +127,13 @@ class Reference:
 
 
 def read_on_all_hosts(path: AnyPath, unit: str, num_answers: int) -> Reference | None:
-    """Returns what a file holds if every host can read it."""
+    """Reads a file if every host can read it; else None."""
     found = Reference.read(path, unit, num_answers)
     return found if all(gather(found is not None)) else None
 
 
 def digest_of(identity: object) -> str:
-    """Returns a hash of the identity of a stream."""
+    """Returns a hash of a stream's identity."""
     return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
@@ -142,14 +142,14 @@ def _hashes(rows: Rows) -> np.ndarray:
 
 
 def _joined(halves_nx2: np.ndarray) -> np.ndarray:
-    """Returns uint64[n] of hashes in low and high halves, uint32[n, 2]."""
+    """Joins hashes from low and high halves, uint32[n, 2], to uint64[n]."""
     low_n, high_n = halves_nx2.astype(np.uint64).T
     joined: np.ndarray = low_n | high_n << np.uint64(32)
     return joined
 
 
 class ReferredRows:
-    """The samples of a stream with the figures of the reference."""
+    """A stream's samples with the reference's log-probabilities."""
 
     def __init__(self, samples: SampleRows, reference: Reference) -> None:
         self.samples, self.reference, self.row_length = samples, reference, samples.row_length
@@ -168,7 +168,7 @@ class ReferredRows:
 
 
 def with_reference(stream: Stream, reference: Reference) -> Stream:
-    """Returns a stream whose samples have `reference`, float32[W], beside their tokens."""
+    """Adds `reference`, float32[W], to the samples of a stream."""
     return dataclasses.replace(stream, samples=ReferredRows(stream.samples, reference))
 
 
@@ -224,7 +224,7 @@ class ReferencePass:
 
     Args:
       config: the model, and the axes of its mesh.
-      placement: of batches of samples without a reference.
+      placement: placement of batches without a reference.
       batch_size: M.
       num_answers: A.
 
@@ -255,7 +255,7 @@ class ReferencePass:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns hash and log-probabilities of samples `first` to `end` - 1: uint64[n], float32[n, A].
 
-        `score` is the compiled program; `stream` is None on a host that reads no rows.
+        `score` is the compiled program; `stream` is None on a host without rows.
         """
         size = self._shape.micro_batch
         full, rest = divmod(end - first, size)

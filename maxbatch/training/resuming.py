@@ -1,4 +1,4 @@
-"""What a resume changes of its run: keys and files that differ from the last session's, the batch on other devices."""
+"""Changes by a resume: keys and files that differ from the last session's, and the batch on other devices."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from maxbatch.system.storage import AnyPath
 
 
 def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_seen: int) -> list[str]:
-    """Returns lines on what changes with this start of a run; none where nothing does.
+    """Returns a line per change with this start of a run.
 
     Args:
-      run_dir: its folder, in which the last session left `config.yml` and `devices.json`.
+      run_dir: its folder, with the last session's `config.yml` and `devices.json`.
       config: the config of this start.
       plan: the plan of this start, from `samples_seen` on.
     """
@@ -35,10 +35,10 @@ def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_see
 
 
 def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:
-    """Returns a line on what a resume reads with other content than the last session; none where it reads the same.
+    """Returns a line about inputs with other content than in the last session; empty if there are none.
 
     Args:
-      before: of the run, as the last session left it.
+      before: the run's identity after the last session.
       reads: contents by name.
     """
     now = before.reading(reads).reads
@@ -47,7 +47,7 @@ def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:
 
 
 def _plan_before(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan) -> BatchPlan | None:
-    """Returns the last session's plan of the batch; None if prompts state it, or it is not known."""
+    """Returns the last session's plan of the batch; None if prompts state it, or if unknown."""
     used = read_devices(run_dir)
     if plan.rl is not None or not used:
         return None
@@ -57,19 +57,19 @@ def _plan_before(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan)
         return BatchPlan.from_config(
             stated, last.num_devices, last.num_hosts, num_slices=last.num_slices, samples_per_epoch=epoch
         )
-    except ConfigError:  # of a version whose rules were others
+    except ConfigError:  # from a version with other rules
         return None
 
 
 def _same_batches(old: BatchPlan, new: BatchPlan, samples_seen: int) -> bool:
-    """Returns whether two plans have the same batch everywhere from a position on."""
+    """Returns whether two plans have the same batches from a position on."""
     begins = {stage.first_sample for plan in (old, new) for stage in plan.stages}
     positions = {samples_seen, *(begin for begin in begins if begin > samples_seen)}
     return all(old.manager.batch_size_at(one) == new.manager.batch_size_at(one) for one in positions)
 
 
 def _batch_line(old: BatchPlan, samples_seen: int) -> str:
-    """Returns a line on the last session's batch, where the same keys state another one on these devices."""
+    """Returns a line on the last session's batch, if the same keys state another batch on these devices."""
     batch = old.manager.batch_size_at(samples_seen)
     keeps = f"global_batch_size={batch}"
     if len(old.stages) > 1:

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, batched, on any mesh.
 
-Rows of about one length share a program: the number of tokens before the last is rounded up to a power of two.
+Rows of similar length share a program: the number of tokens before the last is rounded up to a power of two.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from maxbatch.plan.mesh_shape import BATCH_AXES, pipeline_microbatches
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 
 _SHORTEST_ROW = 16
-_TOKENS_AT_ONCE = 4096  # of a batch shard
+_TOKENS_AT_ONCE = 4096  # tokens per batch shard
 
 
 class RowScores(NamedTuple):
-    """The scores of the n tokens of a row, but the first, given those before them."""
+    """The scores of a row's n tokens, except the first, given the previous ones."""
 
     logprobs: np.ndarray  # float32[n - 1], in nats
-    is_likeliest: np.ndarray  # bool[n - 1]: no token is likelier
+    is_likeliest: np.ndarray  # bool[n - 1]: whether no token is likelier
 
 
 class Scorer:
     """A model that assigns log-probabilities to tokens.
 
     Args:
-      config: the model; its `dtype` is used to compute; the softmax is float32.
+      config: the model; computes in its `dtype`, with a float32 softmax.
       axes: the axes of the mesh.
       mesh: the mesh of the parameters.
-      params: parameters of a `Decoder`; others of the same shapes may take their place.
-      most_rows: rows in one pass, rounded up to what the devices divide; None: by their length.
+      params: parameters of a `Decoder`; may be replaced by others of the same shapes.
+      most_rows: rows per pass, rounded up to a multiple of the batch shards; None: by their length.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Stopping a run on request: SIGTERM and SIGINT request it, the loop stops after the update under way."""
+"""Stopping a run by SIGTERM or SIGINT: the loop stops after the current update."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from jax.experimental import multihost_utils
 
 from maxbatch.system.stopping import Stopping
 
-_CALLS = count(1)  # numbers the calls of `before_update` in this process, over all of its runs
+_CALLS = count(1)  # counts the calls of `before_update` in this process, over all runs
 
 
 class StopRequest(Stopping):
-    """Records a request to stop the run; a second SIGINT stops it at once.
+    """A request to stop the run; a second SIGINT stops it at once.
 
-    With several hosts JAX's preemption service listens for SIGTERM (a handler of Python's would silence it) and lets
-    them agree on the update; SIGINT is handed on to it.
+    With several hosts, JAX's preemption service listens for SIGTERM (a Python handler would silence it) and lets them
+    agree on the update; SIGINT is forwarded to it.
 
-    Used as a context manager; off the main thread, where Python delivers no signals, it stays unset.
+    A context manager; off the main thread, where Python delivers no signals, it stays unset.
     """
 
     def __init__(self) -> None:
@@ -39,10 +39,10 @@ class StopRequest(Stopping):
             os.kill(os.getpid(), signal.SIGTERM)
 
     def before_update(self) -> bool:
-        """Returns whether to stop before the next update, with the same result on all hosts, which all call it."""
+        """Returns whether to stop before the next update; all hosts call it and get the same result."""
         if not self._several_hosts:
             return self.is_asked
-        # The hosts agree on the call after the last one that any of them has made.
+        # The hosts agree on the call after the latest one made by any of them.
         if multihost_utils.reached_preemption_sync_point(next(_CALLS)):
             self.signal_name = self.signal_name or "SIGTERM"
             return True

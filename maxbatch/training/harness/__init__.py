@@ -1,1 +1,1 @@
-"""lm-evaluation-harness: its tasks, a model as it asks one, and the scores of a run's model at its evals."""
+"""lm-evaluation-harness: its tasks, its model interface, and the scores of a run's model at evals."""

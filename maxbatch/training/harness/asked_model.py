@@ -1,4 +1,4 @@
-"""What a model must answer to be scored on tasks of lm-evaluation-harness."""
+"""The interface of a model scored on tasks of lm-evaluation-harness."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from maxbatch.training.scoring import RowScores
 
 
 class AskedModel(Protocol):
-    """A model that the harness asks."""
+    """A model for the harness."""
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -21,19 +21,19 @@ class AskedModel(Protocol):
 
     @property
     def context(self) -> int:
-        """The most tokens that the model reads at once."""
+        """The model's largest context, in tokens."""
 
     @property
     def end_ids(self) -> tuple[int, ...]:
         """The ids that end a text, besides the tokenizer's own end."""
 
     def first_ids(self) -> list[int]:
-        """Returns the token that a text begins with, if one is put before it."""
+        """Returns the token put before a text, if any."""
 
     def scorer(self, most_rows: int | None = None) -> Callable[[Sequence[np.ndarray]], list[RowScores]]:
-        """Returns what assigns log-probabilities to tokens."""
+        """Returns the function that assigns log-probabilities to tokens."""
 
     def completer(
         self, most_rows: int | None = None
     ) -> Callable[[Sequence[Sequence[int]], SamplingRules, Sequence[str]], list[str]]:
-        """Returns what completes prompts."""
+        """Returns the function that completes prompts."""

@@ -1,6 +1,6 @@
-"""A model as lm-evaluation-harness asks it; needs the extra `eval`.
+"""A model behind lm-evaluation-harness's interface; needs the extra `eval`.
 
-Requests become tokens and answers become figures by the harness's own rules, as for its models of transformers.
+Requests become tokens and answers become figures by the harness's own rules, as in its transformers models.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.harness.asked_model import AskedModel
 
-_MAX_NEW_TOKENS = 256  # of a task that states none, as the harness has it
+_MAX_NEW_TOKENS = 256  # default of a task, as in the harness
 
 
 class HarnessModel(TemplateLM):
-    """A model that answers requests of lm-evaluation-harness.
+    """A model for requests of lm-evaluation-harness.
 
     Args:
       model: the model.
-      batch_size: rows in one pass; None: by their length. No answer depends on it.
-      chat: writes requests in the chat template of the model's tokenizer; None: requests are plain text.
+      batch_size: rows per pass; None: by their length. Answers do not depend on it.
+      chat: the tokenizer's chat template for requests; None: plain text.
     """
 
     def __init__(self, model: AskedModel, batch_size: int | None = None, chat: ChatPrompts | None = None) -> None:
@@ -44,14 +44,14 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """The id that stands before a text whose first token is scored."""
+        """The id before a text whose first token is scored."""
         starts = (self._tokenizer.bos_id, self._tokenizer.eos_id, self._tokenizer.pad_id)
         return next(token for token in starts if token is not None)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
-        """Returns the ids of a text, after the token that the model's texts begin with unless that is refused.
+        """Returns the ids of a text, after the model's first token unless that is declined.
 
-        A chat template writes that token and others itself.
+        A chat template writes special tokens itself.
         """
         if self._chat:
             marked: list[int] = self._tokenizer.encode_markup_batch([string])[0].tolist()
@@ -62,11 +62,11 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """The name of the tokenizer, which the harness would give a cache of requests; we keep none."""
+        """The name of the tokenizer, for the harness's cache of requests, which is off."""
         return type(self._tokenizer).__name__
 
     def apply_chat_template(self, chat_history: Sequence[Message], add_generation_prompt: bool = True) -> str:
-        """Returns the text of a request's messages, after which the assistant's turn begins.
+        """Returns a request's messages as text, up to the assistant's turn.
 
         Raises:
           ConfigError: the template refuses the messages, or the task begins the answer itself.
@@ -80,12 +80,12 @@ class HarnessModel(TemplateLM):
         return self._chat.text(list(chat_history))
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
-        """Returns the log-probability of each continuation, and whether its tokens are the likeliest."""
+        """Returns each continuation's log-probability, and whether its tokens are the likeliest."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return found
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
-        """Returns the log-probability of each whole text, in windows of the model's context."""
+        """Returns each whole text's log-probability, in windows of the model's context."""
         windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
         owners: list[int] = []
         for number, request in enumerate(requests):
@@ -107,7 +107,7 @@ class HarnessModel(TemplateLM):
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: Any
     ) -> list[tuple[float, bool]]:
-        """Returns the scores of continuations; a context that does not fit loses its beginning."""
+        """Returns the scores of continuations; cuts the beginning of too long contexts."""
         rows = [tuple((context + continuation)[-(self._model.context + 1) :]) for _, context, continuation in requests]
         distinct = list(dict.fromkeys(rows))
         scores = dict(zip(distinct, self._score([np.array(row, np.int32) for row in distinct]), strict=True))
@@ -119,7 +119,7 @@ class HarnessModel(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
-        """Returns the completion of each context, up to the texts that the request says end it."""
+        """Completes each context, up to the request's stop texts."""
         found = [""] * len(requests)
         by_rules: dict[tuple[SamplingRules, tuple[str, ...]], list[int]] = {}
         for number, request in enumerate(requests):
@@ -132,10 +132,10 @@ class HarnessModel(TemplateLM):
         return found
 
     def rules(self, stated: Mapping[str, Any], task: str = "a task") -> tuple[SamplingRules, tuple[str, ...]]:
-        """Returns how a request draws tokens, and the texts that end its completion.
+        """Returns a request's sampling rules, and its stop texts.
 
         Raises:
-          ConfigError: the completion may be longer than the model reads.
+          ConfigError: the completion may exceed the model's context.
         """
         rules: Mapping[str, Any] = normalize_gen_kwargs(dict(stated), _MAX_NEW_TOKENS)
         most, context = int(rules["max_gen_toks"]), self._model.context

@@ -27,14 +27,14 @@ class RunModelConfig(TextConfig):
 
 
 class RunModel:
-    """The model of a run as the harness asks it: in float32, like `maxbatch evaluate`.
+    """The model of a run for the harness, in float32 like `maxbatch evaluate`.
 
-    Its programs stay from one eval to the next.
+    Its programs are kept between evals.
 
     Args:
       config: the run's.
       mesh: the mesh that trains.
-      tokenizer, context, end_ids: as `maxbatch.training.harness.asked_model.AskedModel` has them.
+      tokenizer, context, end_ids: as in `maxbatch.training.harness.asked_model.AskedModel`.
       params: of the model, or their shapes; `ask` gives others.
     """
 
@@ -66,15 +66,15 @@ class RunModel:
         return Completer(self._params, self.tokenizer, self._config, self._mesh, self.context)
 
     def scorer(self, most_rows: int | None = None) -> Scorer:
-        """Returns what assigns log-probabilities to tokens, in rows by their length."""
+        """Returns the function that assigns log-probabilities to tokens, in rows by their length."""
         return self._scorer
 
     def completer(self, most_rows: int | None = None) -> Completer:
-        """Returns what completes prompts, in rows by their length."""
+        """Returns the function that completes prompts, in rows by their length."""
         return self._completer
 
     def ask(self, tasks: Tasks, params: State) -> dict[str, float]:
-        """Returns the scores of parameters, by the names of the metrics.
+        """Scores parameters on tasks; returns figures by metric.
 
         Raises:
           TrainingError: the parameters give no finite log-probability.
@@ -83,11 +83,11 @@ class RunModel:
         try:
             return figures(tasks.scores(self, has_errors=False)["results"])
         finally:
-            self._scorer.params = self._completer.params = self._params  # the run's own may be given away
+            self._scorer.params = self._completer.params = self._params  # the run's own may be donated
 
 
 def figures(results: Mapping[str, Mapping[str, object]]) -> dict[str, float]:
-    """Returns the scores in the harness's table `results`, by the names of the metrics; no standard errors."""
+    """Returns the scores in the harness's `results`, by metric, without standard errors."""
     found = {}
     for task, scores in results.items():
         for name, value in scores.items():

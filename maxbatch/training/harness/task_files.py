@@ -1,4 +1,4 @@
-"""The YAML of task files, checked before lm-evaluation-harness reads it: its own reader has no bounds."""
+"""Bounds on the YAML of task files, checked first because lm-evaluation-harness's reader has none."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from maxbatch.system.bounded_yaml import MOST_YAML_CHARACTERS, compose_yaml
 
 
 def check_task_files(places: Iterable[str]) -> None:
-    """Refuses task files that are nested too deep or expand to too much.
+    """Raises ConfigError for task files nested or expanded beyond bounds.
 
-    A file that is not there or is no YAML is left to the harness, which names it or passes over it.
+    Missing files and files that are not YAML are left to the harness, which reports or ignores them.
 
     Args:
       places: files, and folders with all YAML files below them. The files that they include are checked too.

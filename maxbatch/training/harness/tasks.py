@@ -21,7 +21,7 @@ from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.harness.asked_model import AskedModel
 from maxbatch.training.harness.task_files import check_task_files
 
-# The harness's own, so that few-shot examples and shuffled documents are those of its command.
+# The harness's own seeds, for the same few-shot examples and shuffled documents as its command.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
 _BOOTSTRAPS = 1000  # samples for a standard error without a formula; the harness's 100,000 take minutes
 _LONGEST_PROBLEM = 400
@@ -35,12 +35,12 @@ def check_installed() -> None:
 
 
 class Tasks:
-    """Loaded tasks; the scores of a model on them do not depend on what was scored before.
+    """Loaded tasks; scores do not depend on previous scoring.
 
     Args:
-      names: of tasks, groups or tags, patterns of names, files of tasks, or folders of them.
-      option: the flag or key that states them, as a message repeats it.
-      include_path: a folder of task files whose names `names` may use, besides the harness's own.
+      names: names or patterns of tasks, groups or tags, task files, or folders of them.
+      option: the flag or key that states them, for messages.
+      include_path: a folder of further task files that `names` may use.
       num_fewshot: worked examples before each question; None: as each task states.
       limit: most documents of a task; None: all.
 
@@ -63,7 +63,7 @@ class Tasks:
             self._loaded = _load(names, option, include_path, num_fewshot)
 
     def check(self, model: AskedModel) -> None:
-        """Raises ConfigError for a task that asks for longer completions than the model reads."""
+        """Raises ConfigError for a task with completions beyond the model's context."""
         from maxbatch.training.harness.model import HarnessModel
 
         answering = HarnessModel(model)
@@ -80,7 +80,7 @@ class Tasks:
           model: the model.
           batch_size: rows in one pass; None: by their length.
           has_errors: whether to compute standard errors.
-          chat: the chat template that requests are written in, each few-shot example as two messages; None: none.
+          chat: the chat template for requests, each few-shot example as two messages; None: none.
 
         Raises:
           ConfigError: a task's files or code do not fit its documents.
@@ -92,7 +92,7 @@ class Tasks:
             from maxbatch.training.harness.model import HarnessModel
 
             for task in self._loaded["tasks"].values():
-                task.set_fewshot_seed(seed=_OTHER_SEED)  # the examples of the first time
+                task.set_fewshot_seed(seed=_OTHER_SEED)  # the same examples as the first time
             try:
                 found = evaluator.evaluate(
                     HarnessModel(model, batch_size, chat),
@@ -105,7 +105,7 @@ class Tasks:
                 )
             except (ConfigError, TrainingError, JaxRuntimeError):
                 raise
-            except Exception as error:  # of a task's templates or code
+            except Exception as error:  # in a task's templates or code
                 raise ConfigError(f"{self._stated}: cannot be scored: {_in_words(error)}") from error
         assert found is not None, "there is one process"
         return {name: _plain(found[name]) for name in _TABLES if name in found}
@@ -113,7 +113,7 @@ class Tasks:
 
 @contextlib.contextmanager
 def _apart() -> Iterator[None]:
-    """Keeps what the harness prints out of the output, and its draws out of the random numbers of others."""
+    """Suppresses the harness's output, and isolates its random numbers."""
     drawn, drawn_by_numpy = random.getstate(), np.random.get_state()
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -125,7 +125,7 @@ def _apart() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_remarks() -> Iterator[None]:
-    """Keeps back what the harness logs about each metric of a task that states only its name."""
+    """Suppresses the harness's logs about metrics that a task only names."""
     logger = logging.getLogger("lm_eval.api.task")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -159,7 +159,7 @@ def _load(
     wanted = list(dict.fromkeys(task for name in names for task in _expanded(name, option, manager)))
     try:
         loaded: dict[str, Any] = manager.load(wanted)
-    except Exception as error:  # of a dataset, its network, a file of a task or its code
+    except Exception as error:  # in a dataset, its network, a task's file or its code
         raise ConfigError(f"{option}{shown(','.join(names))}: cannot be loaded: {_in_words(error)}") from error
     for name, task in loaded["tasks"].items():
         for is_so, reason in (
@@ -169,7 +169,7 @@ def _load(
             if is_so:
                 raise ConfigError(f"{option}{shown(name)}: {reason}, which is not supported")
         stated = task.get_config("num_fewshot")
-        # A task that states 0 has no examples to give, as in the harness.
+        # A task with 0 has no examples to give, as in the harness.
         if stated is None or (num_fewshot is not None and stated != 0):
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -185,7 +185,7 @@ def _is_place(name: str) -> bool:
 
 
 def _expanded(name: str, option: str, manager: Any) -> list[str]:
-    """Returns the tasks that a name, a pattern, a file or a folder stands for."""
+    """Expands a name, a pattern, a file or a folder to tasks."""
     if name in manager.all_tasks:
         return [name]
     if os.path.isfile(name):
@@ -209,7 +209,7 @@ def _of_folder(folder: str, option: str) -> list[str]:
 
 
 def _plain(value: Any) -> Any:
-    """Returns a table of the results in JSON's types."""
+    """Converts a table of results to JSON's types."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
