@@ -39,8 +39,7 @@ def scorer(specs: Sequence[str]) -> Callable[[ResponseToScore], tuple[float, ...
 
 
 def _score(function: RewardFunction, question: ResponseToScore) -> float:
-    """Returns a function's number, finite or not; raises RewardError for an exception, even SystemExit, or no
-    number."""
+    """Returns a function's number, finite or not; raises RewardError if it raised, even SystemExit, or has none."""
     name = getattr(function, "__name__", type(function).__name__)
     try:
         value = function(question.prompt, question.response, copy.deepcopy(question.record))

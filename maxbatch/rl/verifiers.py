@@ -61,8 +61,8 @@ _ROOT = str(Path(__file__).parents[2])
 def right_number(prompt: str, response: str, record: dict[str, object]) -> float:
     """Returns 1.0 if a response's final number equals the record's `answer`, else 0.0.
 
-    The final number is in \\boxed{}, else after `####`, else the last in the text. The same applies to `answer`, a number
-    or a text. Numbers are compared exactly: 1,200 is 1200.0, and 1/2 is 0.5.
+    The final number is in \\boxed{}, else after `####`, else the last in the text. The same applies to `answer`, a
+    number or a text. Numbers are compared exactly: 1,200 is 1200.0, and 1/2 is 0.5.
 
     Raises:
       ValueError: the record has no `answer` with a number.
