@@ -183,6 +183,8 @@ def _start(session: pytest.Session, shape: Shape) -> Hosts:
     arguments = [word for name in config.option.plugins for word in ("-p", name)]
     given = {name: value for name, value in vars(config.option).items() if _is_picklable(value)}
     option = {name: value for name, value in (given | _OWN_OPTIONS).items() if name in given and name != "file_or_dir"}
+    # A host has loaded this package before pytest could rewrite its asserts.
+    option["pythonwarnings"] = [*(option["pythonwarnings"] or []), "ignore::pytest.PytestAssertRewriteWarning"]
     option |= {"rootdir": str(config.rootpath), "inifilename": str(config.inipath) if config.inipath else None}
     worker = getattr(config, "workerinput", None)
 
