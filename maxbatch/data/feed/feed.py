@@ -1,4 +1,4 @@
-"""Sharded global batches, from positions in the stream, prepared ahead of the steps that train on them.
+"""Sharded global batches from positions in the stream, prepared ahead of training.
 
 Legend: the step that starts at `samples_seen = s` with batch B trains on stream[s : s + B]. Micro-batch j is
 stream[s + j * M : s + (j + 1) * M], and batch shard d its d-th contiguous part: row r of the flat batch is row r % M of
@@ -31,7 +31,7 @@ class BatchSeries(NamedTuple):
 
 
 class HostOrder:
-    """The order of the samples that one host stages: the rows in its own slots of every batch.
+    """The order of one host's samples: the rows in its slots of every batch.
 
     Args:
       placement: assigns the rows of a batch to slots.
@@ -40,7 +40,7 @@ class HostOrder:
 
     def __init__(self, placement: Placement, series: Sequence[BatchSeries]) -> None:
         self._series = series
-        # Per series: this host's rows of a batch, and the place of the first of them in this order.
+        # Per series: this host's rows of a batch, and the index of the first in this order.
         self._rows = [placement.local_rows(one.shape)[placement.wanted(one.num_rows, one.shape)] for one in series]
         sizes = [p.num_batches * len(rows) for p, rows in zip(series, self._rows, strict=True)]
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
@@ -65,10 +65,10 @@ class BatchLoader:
     """A reader of consecutive batches: reads this host's rows ahead, pads them and puts them on its devices.
 
     Args:
-      stream: source of the rows; None on a host that reads none.
+      stream: source of the rows; None on a host without rows.
       placement: assigns rows to hosts and devices.
-      series: the batches ahead. A host that stages whole batches may ask for them in other shapes, since any cut takes
-        the same rows in the same order.
+      series: the batches ahead. A host that stages whole batches may take other shapes, since any cut has the same rows
+        in order.
     """
 
     def __init__(self, stream: Stream | None, placement: Placement, series: Sequence[BatchSeries]) -> None:
@@ -97,23 +97,23 @@ class BatchLoader:
 
 
 class StagedBatch(NamedTuple):
-    """A global batch on its devices, and the update that it is for."""
+    """A global batch on its devices, and its update."""
 
     batch: Batch
     planned: PlannedStep
     shape: BatchShape
-    num_micro_batches: int  # micro-batches, of the A, that have real rows
+    num_micro_batches: int  # micro-batches with real rows, of the A
     waited_s: float = 0.0  # the time that training waited for it
 
 
 class Feed:
-    """Iterates over the global batches of a run, prepared on a thread of its own.
+    """An iterator over the global batches of a run, prepared on a thread.
 
     Args:
-      stream: the training stream; None on a host that reads none.
+      stream: the training stream; None on a host without rows.
       manager: plans the updates.
-      shape_for: returns the shape for a batch, given its stage and whether it is the stage's first; every shape trains
-        the same. With several hosts it must depend on its arguments alone, so that they agree.
+      shape_for: returns the shape for a batch, given its stage and whether it is the stage's first; the update does not
+        depend on it. With several hosts it must depend on its arguments only, so that they agree.
       placement: assigns rows to devices.
       first_step: updates before the first batch.
       depth: batches on the devices ahead of the one in training.
@@ -167,7 +167,7 @@ class Feed:
                 if not self._put(staged):
                     return
             self._put(None)
-        except BaseException as error:  # raised again by the thread that iterates
+        except BaseException as error:  # re-raised by the iterating thread
             self._put(error)
 
     def _put(self, item: StagedBatch | BaseException | None) -> bool:

@@ -1,13 +1,12 @@
-"""The placement of global batches on devices, and the rows of them that each host stages.
+"""Placement of global batches on devices, and each host's share of the rows.
 
 Legend: A micro-batches of M rows of L tokens; N devices, H hosts, e expansion; S slots of a staged array.
 
-Usually every host stages the rows that its own devices train on, in one array of S = M slots. With load expansion
-(e > 1) only one host in e reads data. A micro-batch is then staged in e arrays of S = N x ceil(M / N) slots, each
-spread evenly over all devices. The slots of loading hosts hold rows, in order, and all others placeholders; the
-compiled program moves the rows to the devices that train on them. So a loading host stages e times its share. Any other
-host stages one array of placeholders, made once, e times. Slots are never replicated, so that no copy of a row can be a
-placeholder.
+Usually every host stages its own devices' rows, in one array of S = M slots. With load expansion (e > 1) only one host
+in e reads data. A micro-batch is then staged in e arrays of S = N x ceil(M / N) slots, each spread evenly over all
+devices. Slots of loading hosts have rows, in order, and others have placeholders; the compiled program moves rows to
+their devices. So a loading host stages e times its share, and other hosts stage the same array of placeholders e times.
+Slots are never replicated, so that no copy of a row is a placeholder.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Batch(NamedTuple):
     tokens: Any  # int32 token ids
     segments: Any  # int32, 1.. per document within a row, 0 at padding
     weights: Any  # float32 loss weight of each token as a target; 0 at padding rows
-    reference: Any = None  # float32, figures of each row beside its tokens, where the stream has them
+    reference: Any = None  # float32, figures of each row beside its tokens, if the stream has them
 
 
 BATCH_DTYPES = {"tokens": np.dtype(np.int32), "segments": np.dtype(np.int32), "weights": np.dtype(np.float32)}
@@ -63,17 +62,17 @@ class BatchShape(NamedTuple):
     """The shape of a global batch as an argument of an executable."""
 
     micro_batch: int  # M: rows in one forward and backward pass
-    max_micro_batches: int  # A: micro-batches that the arrays have room for
+    max_micro_batches: int  # A: capacity in micro-batches
 
 
 class Placement:
     """The placement of batches of one length on the devices.
 
     Args:
-      final: sharding of `[A, M, L]` arrays while they are trained on.
+      final: sharding of `[A, M, L]` arrays in training.
       length: L.
       expansion: e; 1 if every host loads its own rows.
-      dtypes: the arrays of a batch, by the name that they have in the stream.
+      dtypes: the arrays of a batch, by their names in the stream.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Placement:
         self._dtypes = dict(dtypes)
         self._device_loads = np.array([is_loading(d.process_index, expansion) for d in mesh.devices.flat])
         self._sharding = final if expansion == 1 else NamedSharding(mesh, P(None, mesh.axis_names))
-        # Every batch needs these several times, and they depend on its shape alone.
+        # Every batch needs these several times; they depend only on its shape.
         self._local_slots = cache(self._find_local_slots)
         self.local_rows = cache(self._find_local_rows)
         self.padding = cache(self._make_padding)
@@ -131,7 +130,7 @@ class Placement:
         return np.where(row_exS < micro_batch, row_exS, -1)
 
     def _find_local_slots(self, num_slots: int) -> np.ndarray:
-        """Returns the slots of an array, in order, that are on this host's devices."""
+        """Returns an array's slots on this host's devices, in order."""
         indices = self._sharding.addressable_devices_indices_map((1, num_slots, self._length))
         runs = {index[1].indices(num_slots) for index in indices.values() if index}
         return np.concatenate([np.arange(*run) for run in sorted(runs)])
@@ -144,7 +143,7 @@ class Placement:
         return np.where(row_exs >= 0, micro_A + row_exs, -1)
 
     def wanted(self, num_rows: int, shape: BatchShape) -> np.ndarray:
-        """Returns bool[A, e, local slots]: the slots in which this host stages one of the `num_rows` real rows."""
+        """Returns bool[A, e, local slots]: this host's slots with one of the `num_rows` real rows."""
         rows = self.local_rows(shape)
         return (rows >= 0) & (rows < num_rows)
 
@@ -163,7 +162,7 @@ class Placement:
         return Batch(*map(staged, self._dtypes))
 
     def _make_padding(self, shape: BatchShape) -> Batch:
-        """Returns a batch of padding, which a host that reads no rows stages."""
+        """Returns a batch of padding, for a host without rows."""
         local = (shape.max_micro_batches, self.local_rows(shape).shape[-1], self._length)
         arrays = (self._put(np.zeros(local, dtype), shape) for dtype in self._dtypes.values())
         return Batch(*(self._staged([array] * self._expansion) for array in arrays))

@@ -1,14 +1,14 @@
-"""Hashes of the blocks of a store's files, made when the store is built and checked when a block is read.
+"""Hashes of blocks in a store's files, made with the store and checked on reading.
 
 `blocks.bin` holds a 32-bit hash of every 128 bytes of the files of tokens and of `offsets.npy`, file after file in the
-order of the manifest; each file begins a new block, and its last block is filled with zeros. Blocks are this small
-since a row of a shuffled stream is a few kilobytes, and a store in a bucket is read in whole blocks: a range of 2 KiB
-grows by 6% on average if it begins anywhere, by nothing if rows begin at blocks, and its hashes are 3% of it.
+order of the manifest; each file begins a new block, and its last block is filled with zeros. Blocks are small because a
+row of a shuffled stream is a few kilobytes, and a store in a bucket is read in whole blocks: a range of 2 KiB grows by
+6% on average, not at all if rows begin at blocks, and its hashes are 3% of it.
 
 The hash is multilinear (Lemire and Kaser 2014, "Strongly universal string hashing is fast"): the upper half of the sum
-of the block's 32-bit words times fixed random 64-bit numbers, so that two given blocks agree with probability 2^-32.
-It is then masked by the number of the block and the hash of the store's content: blocks that swap their places, or come
-from another store together with their hashes, differ. It guards against damage, not against forgery.
+of the block's 32-bit words times fixed random 64-bit numbers, so that two given blocks agree with probability 2^-32. It
+is masked by the block's number and the store's content hash, so that swapped blocks, and blocks from another store with
+their hashes, differ. It guards against damage, not against forgery.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from maxbatch.system.storage import AnyPath, read_range
 
 BLOCKS = "blocks.bin"
 BLOCK_BYTES = 128
-WHOLE_BYTES = 64 << 20  # hashes up to this size are read whole, at the first use
+WHOLE_BYTES = 64 << 20  # hashes up to this size are read whole, on first use
 CHUNK_BYTES = 64 << 10  # of a local file, checked together
 _HASH = np.dtype("<u4")
 _AT_ONCE_BYTES = 256 << 10  # small enough for the processor's cache
@@ -67,14 +67,14 @@ def masks(content: str, first: int, count: int) -> np.ndarray:
 
 
 class BlockHasher:
-    """The hashes of a file that is written in parts."""
+    """A hasher of a file written in parts."""
 
     def __init__(self) -> None:
         self._found: list[np.ndarray] = []
         self._rest = b""
 
     def update(self, data: Any) -> None:
-        """Takes the next bytes of the file."""
+        """Adds the next bytes of the file."""
         view = memoryview(data).cast("B")
         if self._rest:
             taken = min(len(view), BLOCK_BYTES - len(self._rest))
@@ -88,17 +88,17 @@ class BlockHasher:
         self._rest = bytes(view[whole:])
 
     def hashes(self) -> np.ndarray:
-        """Returns the hashes (uint32 [blocks], not masked) of the file that has been written."""
+        """Returns the hashes (uint32 [blocks], not masked) of the written file."""
         return np.concatenate([np.zeros(0, _HASH), *self._found, block_hashes(self._rest)])
 
 
 class Blocks:
-    """The hashes of a store's blocks, against which reads of its files are checked.
+    """The hashes of a store's blocks, for checking reads of its files.
 
     Args:
       folder: the store.
       content: the hash of the store's content.
-      sizes: bytes of each file that has hashes, in the order of the hashes.
+      sizes: bytes of each file with hashes, in the order of the hashes.
     """
 
     def __init__(self, folder: AnyPath, content: str, sizes: Mapping[str, int]) -> None:
@@ -116,11 +116,11 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the file of hashes."""
+        """The size of the file of hashes, in bytes."""
         return self._total * _HASH.itemsize
 
     def check(self, name: str, begin: int, data: Any) -> None:
-        """Compares the bytes of a file from `begin`, where a block begins, to the end of a block or of the file.
+        """Checks bytes of a file from `begin`, a block's beginning, to the end of a block or of the file.
 
         Raises:
           ConfigError: a block differs from its hash.
@@ -167,7 +167,7 @@ class Blocks:
 
 
 class MappedFile:
-    """A mapped file of this machine; each part that is read is checked once per process, 64 KiB at a time.
+    """A memory-mapped local file; parts are checked on first read per process, 64 KiB at a time.
 
     Args:
       path: the file.
@@ -187,10 +187,10 @@ class MappedFile:
         self._is_whole = blocks is None  # nothing is left to check
 
     def read(self, places: np.ndarray | slice) -> np.ndarray:
-        """Returns the values at some places, each at least 0.
+        """Returns the values at some indices, each at least 0.
 
         Raises:
-          ConfigError: a block that covers one differs from its hash, or the file has shrunk.
+          ConfigError: a block of one differs from its hash, or the file has shrunk.
         """
         self._refuse_shrunk(self._map.size())
         if not self._is_whole:
@@ -204,7 +204,7 @@ class MappedFile:
         return places >> self._shift
 
     def _check(self, chunks: np.ndarray) -> None:
-        """Checks the chunks that have not been checked yet."""
+        """Checks chunks not checked yet."""
         assert self._blocks is not None, "without hashes, nothing is left to check"
         is_checked = self._is_checked[chunks]
         if is_checked.all():
@@ -217,14 +217,14 @@ class MappedFile:
         self._is_whole = bool(self._is_checked.all())
 
     def _refuse_shrunk(self, size: int) -> None:
-        """Raises ConfigError if the file is shorter than it was: reading a map past its end kills the process."""
+        """Raises ConfigError if the file has shrunk; reading a map past its end would kill the process."""
         if size < self._size:
             block = size // BLOCK_BYTES
             raise damaged_file(self._path, f"it is cut short in block {block}: {size} bytes of {self._size} are left")
 
 
 def damaged_file(path: AnyPath, problem: str) -> ConfigError:
-    """Returns the error for a file of a store that cannot be used."""
+    """Returns the error for an unusable file of a store."""
     return ConfigError(
         f"{path}: the tokenised data cannot be used: {problem}; remove the folder, and prepare them again"
     )

@@ -50,10 +50,10 @@ from maxbatch.system.storage import AnyPath, is_remote, upload
 
 # Below this size, starting worker processes takes longer than the work.
 _WORTH_WORKERS_BYTES = 32 << 20
-# Tokens per file of a store in an object store, about: ten trillion tokens are thousands of objects.
+# Approximate tokens per file in an object store; ten trillion tokens are thousands of objects.
 SHARD_TOKENS = 1 << 30
 
-Progress = Callable[[int], None]  # called with the bytes of the files that were tokenised since the last call
+Progress = Callable[[int], None]  # called with the bytes tokenised since the last call
 KeepShard = Callable[[int, Path, Shard], None]
 
 
@@ -74,7 +74,7 @@ class Build:
     Attributes:
       workers: most processes that tokenise, or most tasks on the cluster.
       cluster: where tasks tokenise, in place of processes of this machine.
-      shard_tokens: a file of tokens ends with the job that brings it to this size; None: one file on a disk, files of
+      shard_tokens: a file of tokens ends with the job that reaches this size; None: one file on a disk, files of
         `SHARD_TOKENS` in an object store, where a killed build continues after its last finished file.
     """
 
@@ -88,15 +88,15 @@ class Build:
 
     @cached_property
     def signature(self) -> str:
-        """The hash of the files and settings that shape the store."""
+        """The hash of the files and settings that determine the store."""
         return signature(self.source, self.tokenizer, self.config)
 
 
 def build_store(folder: AnyPath, build: Build) -> TokenStore:
-    """Tokenises a dataset into a folder, unless a store of the same signature is there; replaces any other.
+    """Tokenises a dataset into a folder, unless it has a store of the same signature; replaces any other.
 
     Raises:
-      ConfigError: data that cannot be read, a dataset without documents, files that change while they are read.
+      ConfigError: unreadable data, a dataset without documents, files that change during the build.
       TrainingError: a worker was killed.
       OSError: the folder cannot be written.
     """
@@ -137,7 +137,7 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
         shard_tokens = build.shard_tokens or SHARD_TOKENS
         manifest = _write_files(here, dataclasses.replace(build, shard_tokens=shard_tokens), finished, keep)
         check()
-        (folder / MANIFEST).unlink(missing_ok=True)  # of a store that this one takes the place of
+        (folder / MANIFEST).unlink(missing_ok=True)  # of a replaced store
         for file in here.iterdir():
             upload(file, folder / file.name)
         check()
@@ -150,7 +150,7 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
 
 
 def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepShard) -> Manifest:
-    """Writes the shards after those that are finished, and the offsets of all; returns the manifest."""
+    """Writes the remaining shards and all offsets; returns the manifest."""
     source, layout = build.source, TokenLayout.of(build.tokenizer, build.config)
     recipe = StoreRecipe.of(build.config)
     tokeniser = Tokeniser(source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer))
@@ -208,7 +208,7 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         "offsets_crc32": zlib.crc32(data),
         "signature": build.signature,
     }
-    manifest: Manifest = json.loads(json.dumps(facts))  # as it will be read: with lists for tuples
+    manifest: Manifest = json.loads(json.dumps(facts))  # as read later, with lists for tuples
     manifest["checksum"] = manifest_checksum(manifest)
     return manifest
 
@@ -216,8 +216,8 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
 def _workers(build: Build) -> int:
     """Returns the number of processes that tokenise.
 
-    One process copies the bytes of text files as fast as the disk allows. Two workers took a third longer, since their
-    tokens have to be copied once more.
+    One process copies bytes of text files at disk speed; two workers took a third longer, because they copy tokens once
+    more.
     """
     is_copy = (
         build.cluster is None
@@ -228,7 +228,7 @@ def _workers(build: Build) -> int:
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:
-    """Renames a finished store into place; removes what is there, a damaged store or one of an older dataset."""
+    """Renames a finished store into place, removing a damaged or outdated one."""
     with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder.parent, ignore_cleanup_errors=True) as old:
         if folder.exists():
             os.rename(folder, old)

@@ -1,6 +1,6 @@
-"""The cache of tokenised data and of figures computed from them.
+"""The cache of tokenised data and derived figures.
 
-Imports nothing slow, so that a plan quickly sees if nothing is cached.
+Imports nothing slow, so that plans look up the cache quickly.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from maxbatch.system.storage import user_cache
 
 
 def cache_folder(data_cache_dir: str, name: str = "tokens") -> Path:
-    """Returns a folder (that of all stores) in `data_cache_dir`, else XDG_CACHE_HOME/maxbatch or ~/.cache/maxbatch."""
+    """Returns a folder (that of stores) in `data_cache_dir`, else XDG_CACHE_HOME/maxbatch or ~/.cache/maxbatch."""
     return (Path(os.path.expanduser(data_cache_dir)) if data_cache_dir else user_cache()) / name
 
 
 def cache_file(data_cache_dir: str, name: str, facts: object) -> Path:
-    """Returns the file of the cache's folder `name` that is named by the hash of `facts`, which are JSON values."""
+    """Returns the file in the cache's folder `name` for `facts`, JSON values; its name is their hash."""
     digest = hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=16).hexdigest()
     return cache_folder(data_cache_dir, name) / digest
 
 
 def recall(path: Path, most_bytes: int = MOST_BYTES) -> object:
-    """Returns the JSON value that `keep` wrote, which is not null; None if the file is missing or damaged."""
+    """Returns the JSON value written by `keep`, never null; None if the file is missing or damaged."""
     try:
         value, checksum = read_json(path, str(path), most_bytes=most_bytes)
     except (OSError, ValueError, TypeError):
@@ -40,7 +40,7 @@ def recall(path: Path, most_bytes: int = MOST_BYTES) -> object:
 
 
 def keep(path: Path, value: object) -> None:
-    """Writes a JSON value to a file of the cache; raises OSError if it cannot."""
+    """Writes a JSON value to a cache file; raises OSError on failure."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with writing_atomically(path) as file:
         file.write(json.dumps([value, _checksum(path, value)]).encode())
@@ -51,6 +51,6 @@ def _checksum(path: Path, value: object) -> int:
 
 
 def writing_cache(data_cache_dir: str, path: Path) -> AbstractContextManager[None]:
-    """Raises the line that the user reads if tokenised data, or figures computed from them, cannot be written."""
+    """Turns failures to write to the cache into a one-line error."""
     where = f"data_cache_dir={shown(repr(data_cache_dir))}: {path}"
     return writing(where, "data_cache_dir=/a/writable/folder puts it elsewhere")

@@ -1,4 +1,4 @@
-"""Conversations as prompts: the tokens of the messages so far, after which the assistant's turn begins."""
+"""Conversations as prompts: tokens of the messages up to the assistant's turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ASKED, _ANSWERED = "question", "answer"
 
 
 class ChatPrompts:
-    """The chat template of a tokenizer, as generation uses it.
+    """A tokenizer's chat template for generation.
 
     Raises:
       ConfigError: the tokenizer has no chat template.
@@ -25,7 +25,7 @@ class ChatPrompts:
         self._tokenizer, self._template = tokenizer, tokenizer.chat_template()
 
     def ids(self, messages: Sequence[Message]) -> np.ndarray:
-        """Returns the ids (int32[n]) of a conversation that the assistant is to answer.
+        """Returns the ids (int32[n]) of a conversation for the assistant to answer.
 
         Raises:
           ConfigError: the template refuses the conversation.
@@ -38,11 +38,11 @@ class ChatPrompts:
 
     @cached_property
     def end_ids(self) -> tuple[int, ...]:
-        """The id of the special token that ends a turn of the assistant, if the template writes one."""
+        """The id of the special token at the end of the assistant's turn, if the template writes one."""
         messages = [{"role": "user", "content": _ASKED}, {"role": "assistant", "content": _ANSWERED}]
         try:
             text, spans = self._rendered(Conversation(messages, {}))
-        except ConfigError:  # of a template that refuses the two messages; the tokenizer's end of text is left
+        except ConfigError:  # the template refuses the two messages; only the tokenizer's end of text remains
             return ()
         turn = text[slice(*spans[-1])].rstrip() if spans else ""
         end = next((end for end in self._template.ends if turn.endswith(end)), None)
@@ -50,7 +50,7 @@ class ChatPrompts:
         return (int(ids[0]),) if len(ids) == 1 else ()
 
     def is_prompt(self, ids: Sequence[int]) -> bool:
-        """Returns whether tokens end as the template begins a turn of the assistant."""
+        """Returns whether tokens end with the template's beginning of an assistant's turn."""
         try:
             text = self._rendered(Conversation([{"role": "user", "content": _ASKED}], {}, prompts=True)).text
         except ConfigError:
@@ -66,7 +66,7 @@ class ChatPrompts:
 
 
 def chat_prompts(tokenizer: Tokenizer) -> ChatPrompts | None:
-    """Returns the prompts of a tokenizer with a chat template; None if it has none that can be used."""
+    """Returns the prompts of a tokenizer; None without a usable chat template."""
     try:
         return ChatPrompts(tokenizer)
     except ConfigError:

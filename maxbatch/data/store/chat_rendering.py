@@ -1,6 +1,6 @@
 """The process that renders chat templates, which are untrusted programs: Jinja's sandbox with transformers' settings.
 
-`strftime_now` returns one fixed date, since a stream of samples must not change from day to day.
+`strftime_now` returns a fixed date, since a stream of samples must not change daily.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ Span = tuple[int, int]
 
 
 class ConversationError(ValueError):
-    """A conversation that cannot be used; the message is the reason."""
+    """An unusable conversation; the message is the reason."""
 
 
 class Rendered(NamedTuple):
-    """A conversation as text, and the spans of its trained parts, as begin and end in characters."""
+    """A conversation as text, with the spans of its trained parts, begin and end in characters."""
 
     text: str
     spans: list[Span]
@@ -42,9 +42,9 @@ class Conversation(NamedTuple):
     Attributes:
       messages: each has a `role`; the rest is up to the template.
       extras: further variables of the template, such as `tools`.
-      first: messages before this one belong to the prompt, whoever wrote them.
-      untrained: numbers, from 0, of messages of which no part is trained on.
-      prompts: ask for the generation prompt after the last message, and for no spans.
+      first: earlier messages belong to the prompt, in any role.
+      untrained: numbers, from 0, of messages without trained parts.
+      prompts: add the generation prompt after the last message, and return no spans.
     """
 
     messages: Sequence[Message]
@@ -55,7 +55,7 @@ class Conversation(NamedTuple):
 
 
 class Renderer:
-    """The templates of a tokenizer, as `ChatTemplate` states them, in the process that runs them."""
+    """A tokenizer's templates, from `ChatTemplate`, in the rendering process."""
 
     def __init__(self, sources: Mapping[str, str], variables: Mapping[str, object], ends: Sequence[str]) -> None:
         self._sources, self._variables, self._ends = sources, variables, ends
@@ -149,14 +149,14 @@ class Renderer:
 
 
 class _Marked(NamedTuple):
-    """A text without marks, and the spans that were marked; None where the template marks nothing."""
+    """A text without marks, and its marked spans; None if the template marks nothing."""
 
     text: str
     spans: list[Span] | None
 
 
 class _Marks:
-    """The marks around generated parts, random for each rendering, so that no text can contain them."""
+    """Marks around generated parts, random per rendering, so that no text contains them."""
 
     def __init__(self) -> None:
         self._name = f"maxbatch-{secrets.token_hex(16)}"
@@ -168,7 +168,7 @@ class _Marks:
         return f"<{self._name}>{text}</{self._name}>"
 
     def removed_from(self, text: str) -> _Marked:
-        """Returns a rendered text without the marks; raises ConversationError where they are not in pairs."""
+        """Removes the marks from a rendered text; raises ConversationError for unpaired marks."""
         if not self._is_used:
             return _Marked(text, None)
         parts, spans, length, begin = [], [], 0, None
@@ -190,17 +190,17 @@ class _Marks:
 
 
 def check_syntax(source: str) -> None:
-    """Parses a template and runs nothing of it.
+    """Parses a template without running it.
 
     Raises:
       ImportError: jinja2 is not installed.
-      Exception: it is no Jinja template.
+      Exception: it is not a Jinja template.
     """
     environment().parse(source)
 
 
 def environment() -> Any:
-    """Returns Jinja's sandbox with the functions that transformers gives to chat templates."""
+    """Returns Jinja's sandbox with transformers' functions for chat templates."""
     from jinja2 import nodes
     from jinja2.exceptions import SecurityError
     from jinja2.ext import Extension
@@ -208,7 +208,7 @@ def environment() -> Any:
     from jinja2.utils import Namespace
 
     class Generation(Extension):
-        """`{% generation %} ... {% endgeneration %}`, whose text comes out between two marks."""
+        """The tag `{% generation %} ... {% endgeneration %}`, which puts marks around its text."""
 
         tags = {"generation"}  # noqa: RUF012 (as jinja2 declares it)
 
@@ -221,7 +221,7 @@ def environment() -> Any:
             return str(self.environment.marks.around(caller()))  # type: ignore[attr-defined]
 
     class PlainNamespace(Namespace):
-        """A namespace without names that begin with an underscore."""
+        """A namespace without names with a leading underscore."""
 
         def __setitem__(self, name: str, value: object) -> None:
             if str(name).startswith("_"):

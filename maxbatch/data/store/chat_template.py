@@ -1,12 +1,12 @@
-"""Chat templates: conversations as text, by the Jinja template of a tokenizer, and who wrote which part.
+"""Chat templates: conversations as text by a tokenizer's Jinja template, with the author of each part.
 
-The template is that of `chat_template.jinja` or `tokenizer_config.json` beside the tokenizer. It is a program of others
-and runs in a process of its own, with a bound on the time and the memory of each conversation.
+The template is in `chat_template.jinja` or `tokenizer_config.json` beside the tokenizer. It is an untrusted program and
+runs in its own process, with bounds on time and memory per conversation.
 
 A template may mark the assistant's parts itself, by `{% generation %} ... {% endgeneration %}`. Else the assistant's
 part of a turn begins where the prompt for it ends (the conversation so far, with the generation prompt), and ends with
-the turn, without the white space that follows its end-of-turn token. Special tokens that a message spells out are those
-tokens, as in transformers; they move the loss weight of no other message.
+the turn, without the white space that follows its end-of-turn token. Special tokens spelled out in a message become
+those tokens, as in transformers; they do not affect other messages' loss weights.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from maxbatch.system.storage import AnyPath
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 
 _TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-_LIMIT_S = 5.0  # of one conversation, which takes milliseconds
-_MEMORY_BYTES = 512 << 20  # of the process that renders
+_LIMIT_S = 5.0  # per conversation, which usually takes milliseconds
+_MEMORY_BYTES = 512 << 20  # of the rendering process
 _MOST_SOURCE_BYTES = 1 << 20  # of a template
 
 
@@ -38,8 +38,8 @@ class ChatTemplate:
 
     Attributes:
       sources: Jinja sources by name; `default`, and perhaps `tool_use` for conversations with tools.
-      variables: texts of the special tokens, which templates use by name (`bos_token`).
-      ends: texts of the special tokens, one of which may end a turn.
+      variables: texts of the special tokens by the names in templates (`bos_token`).
+      ends: texts of special tokens that may end a turn.
     """
 
     sources: Mapping[str, str]
@@ -48,14 +48,14 @@ class ChatTemplate:
 
     @property
     def identity(self) -> str:
-        """The values that fix the text of every conversation."""
+        """The values that determine the text of every conversation."""
         return json.dumps([dict(self.sources), dict(self.variables), sorted(self.ends)], sort_keys=True)
 
     def render(self, questions: Sequence[Conversation]) -> list[Rendered | ConversationError]:
-        """Returns the text of each conversation, and the spans of its assistant's messages; or why it has none.
+        """Renders each conversation to text and the spans of the assistant's messages, or an error.
 
         Raises:
-          ConfigError: the template takes more time or memory than one conversation may.
+          ConfigError: the template exceeds the bounds of a conversation.
         """
         return [_answer(future) for future in self._pool.submit(questions)]
 
@@ -91,7 +91,7 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
     """Returns the chat template beside a tokenizer.
 
     Args:
-      folder: holds `chat_template.jinja` (which goes first) or `tokenizer_config.json`.
+      folder: has `chat_template.jinja` (preferred) or `tokenizer_config.json`.
       ends: texts of the tokenizer's special tokens.
       error: makes the error that blames the tokenizer for a problem.
     """
@@ -130,7 +130,7 @@ def read_template(folder: AnyPath, ends: Sequence[str], error: Callable[[str], C
 
 
 def _sources(found: object) -> dict[str, str] | None:
-    """Returns templates by name, as one text, an object or a list states them; None for anything else."""
+    """Returns templates by name from a text, an object or a list; None for anything else."""
     if isinstance(found, str):
         return {"default": found}
     if isinstance(found, list):

@@ -1,7 +1,7 @@
-"""The rows of conversations: which of them fit, and how many of their tokens are trained on.
+"""Rows of conversations: conversations that fit, and numbers of trained tokens.
 
-A conversation stays in one row. `overlong` decides about one that is longer: it loses its end, is left out, or is
-refused. The figures of the trained tokens need all rows to be read once; they are kept beside the packing.
+A conversation is in one row. `overlong` truncates, drops or refuses a longer one. The figures of trained tokens need
+one pass over all rows; they are cached beside the packing.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def fit_rows(store: Store, documents_S: np.ndarray, length: int, overlong: str) 
     """Returns the conversations with numbers `documents_S`, each at most `length` long, a row.
 
     Raises:
-      ConfigError: one is longer, and `overlong` is `error`; or none is left.
+      ConfigError: a conversation is longer and `overlong` is `error`, or none is left.
     """
     start_S, end_S = Extents.of(store.offsets, documents_S)
     lengths_S = end_S - start_S
@@ -38,13 +38,13 @@ def fit_rows(store: Store, documents_S: np.ndarray, length: int, overlong: str) 
 
 
 def find_trained_tokens(config: StreamConfig, key: Mapping[str, object]) -> TrainedTokens | None:
-    """Returns the cached figures of rows that `key` fixes, or None."""
+    """Returns the cached figures of the rows of `key`, or None."""
     found = recall(_path(config, key))
     return TrainedTokens(*found) if isinstance(found, list) else None
 
 
 def count_trained_tokens(config: StreamConfig, key: Mapping[str, object], rows: RowSource) -> TrainedTokens:
-    """Returns the figures of rows that `key` fixes, from the cache or by reading them all."""
+    """Returns the figures of the rows of `key`, from the cache or by reading all rows."""
     found = find_trained_tokens(config, key)
     if found is not None:
         return found

@@ -15,10 +15,10 @@ from maxbatch.system.errors import ConfigError
 
 
 def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> Opened:
-    """Returns the rows of the documents of a split, in the way of a kind of sample.
+    """Returns the rows of a split's documents, for a kind of sample.
 
     Raises:
-      ConfigError: the documents have no tokens, or the kind refuses one that is too long.
+      ConfigError: the documents have no tokens, or the kind refuses a too long one.
     """
     plan, num_documents, num_overlong = _open_plan(config, split, recipe)
     if not plan.num_rows:
@@ -30,7 +30,7 @@ def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> 
 
 
 def num_rows_if_cached(config: StreamConfig, split: Split, recipe: StreamRecipe) -> int | None:
-    """Returns the number of those rows, unless documents would have to be packed for it."""
+    """Returns the number of rows, or None if documents would have to be packed."""
     if recipe.strategy(config) == "best_fit":
         found = find_best_fit(config.data_cache_dir, config.max_target_length, split.key)
         return None if found is None else found.num_rows
@@ -38,10 +38,10 @@ def num_rows_if_cached(config: StreamConfig, split: Split, recipe: StreamRecipe)
 
 
 def _open_plan(config: StreamConfig, split: Split, recipe: StreamRecipe) -> tuple[RowPlan, int, int]:
-    """Returns the cut of a split into rows, its documents, and how many of them were longer than a row."""
+    """Returns the cut of a split into rows, the number of its documents, and the number longer than a row."""
     records, strategy, length = split.records, recipe.strategy(config), config.max_target_length
     if isinstance(records, Records) and strategy == "concatenate":
-        if records.are_all and config.packing:  # the tokens of a store in its order: nothing is computed
+        if records.are_all and config.packing:  # the store's tokens in order, without computation
             return ConcatenatePlan.of_store(split.store, length), len(records), 0
         if recipe.reads_blocks and isinstance(split.store, TokenStore) and isinstance(split.store.table, RangedTable):
             return _plan(config, partial(BlockLayout, split.store, records)), len(records), 0

@@ -1,6 +1,6 @@
 """The samples of an epoch, cached when a dataset was last opened.
 
-A plan reads them here, since the stream needs NumPy, whose import takes as long as the whole plan.
+Plans read them here, since the stream needs NumPy, and its import takes as long as a plan.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
 
-_VERSION = 3  # of how documents become rows
+_VERSION = 3  # version of the cut of documents into rows
 _FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
 
 
 def remembered_length(config: StreamConfig) -> int | None:
-    """Returns the samples of an epoch of a dataset of one source, or None if the cache does not know."""
-    with contextlib.suppress(ConfigError, OSError, ValueError):  # opening the dataset reports what is wrong with it
+    """Returns the samples of an epoch of a single source, or None if not cached."""
+    with contextlib.suppress(ConfigError, OSError, ValueError):  # opening the dataset reports the fault
         if _is_made_here(config) and type(number := recall(_path(config))) is int:
             return number
     return None
 
 
 def remember_length(config: StreamConfig, num_samples: int) -> None:
-    """Keeps the samples of an epoch, unless the cache may only be read."""
+    """Caches the samples of an epoch, unless the cache is read-only."""
     with contextlib.suppress(OSError):
         if _is_made_here(config):
             keep(_path(config), num_samples)
 
 
 def _is_made_here(config: StreamConfig) -> bool:
-    """Returns whether an epoch is made from files of this machine; to list those of a store takes requests."""
+    """Returns whether an epoch comes from local files; listing files of a store takes requests."""
     made_otherwise = StreamRecipe.of(config).has_answers or config.dataset_type in ("synthetic", *STORES)
     paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
     return not made_otherwise and not any(map(is_remote, paths))
 
 
 def _path(config: StreamConfig) -> Path:
-    """Returns the file that is named by the dataset's files and by all settings that fix its rows."""
+    """Returns the cache file for the dataset's files and all settings that determine its rows."""
     source = DocumentSource.from_config(config)
     settings = {name: config[name] for name in _FIXING}
     facts = [_VERSION, source.files, source.missing_shards, _tokenizer_files(config.tokenizer_path), settings]
@@ -54,7 +54,7 @@ def _path(config: StreamConfig) -> Path:
 
 
 def _tokenizer_files(stated: str) -> list[tuple[str, object]]:
-    """Returns the paths of a tokenizer's files, and what changes with their content."""
+    """Returns the paths of a tokenizer's files, with stamps that change with their content."""
     if not stated:
         return []
     path = Path(str(folder_of(stated)))

@@ -1,4 +1,4 @@
-"""All faults of a run's data and tokenizer that the first records show, for a trial before the run."""
+"""Faults of a run's data and tokenizer in the first records, for a trial before the run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,15 @@ from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.system.errors import ConfigError
 
-_FIRST_RECORDS = 64  # of each source, that are read
+_FIRST_RECORDS = 64  # read per source
 
 T = TypeVar("T")
 
 
 def data_faults(config: StreamConfig) -> list[str]:
-    """Returns the faults of the data and of the tokenizer that a config names, one message each.
+    """Returns the faults of a config's data and tokenizer, one message each.
 
-    Files are listed and the first records of each source are read, tokenised and, for conversations, written by the
-    chat template.
+    Lists files, and reads and tokenises the first records of each source, through the chat template for conversations.
     """
     faults: dict[str, None] = {}
 

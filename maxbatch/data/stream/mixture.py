@@ -5,13 +5,13 @@ A mixture file (`*.yml`, `*.yaml`, `*.json`) maps the name of each source to its
     web:  {path: web/*.jsonl, weight: 0.7}
     code: {path: code.parquet, weight: 0.3, dataset_type: parquet, text_field: content}
 
-Relative paths are relative to the file. A source that does not state `dataset_type`, `text_field` or `record_format`
-takes the config's. A source of `dataset_type: python_stdlib` has no path. Weights are exact decimals or fractions in
-any unit: only their ratios count. A weight may change at positions of the stream: `weight: {0: 0.9, 1Bt: 0.5}`
+Relative paths are relative to the file. Defaults of `dataset_type`, `text_field` and `record_format` are the config's.
+A source with `dataset_type: python_stdlib` has no path. Weights are exact decimals or fractions; only their ratios
+count. A weight may change at positions of the stream: `weight: {0: 0.9, 1Bt: 0.5}`
 (`maxbatch.data.stream.mixture_order`).
 
-Names are for people (in the one-line form, the path is the name): the stream depends on the contents, weights and order
-of the sources.
+Names are for people (in the one-line form, the path is the name); the stream depends only on contents, weights and
+order of the sources.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from maxbatch.data.stream.mixture_order import MixtureStage
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 
-# Fields of a source in a mixture file that are config keys as well.
+# Fields of a source that are also config keys.
 _SOURCE_KEYS = names_fixing(Fixes.RECORDS)
 _FIELDS = ("path", "weight", *_SOURCE_KEYS)
 _NUMBER = Scalar("weight", "exact")
 _WEIGHT = Scalar("weight", "exact", Bounds(above=0), default="1")
 _WEIGHT_OR_NONE = Scalar("weight", "exact", Bounds(at_least=0), default="1")  # 0: the source rests in this stage
-_MOST_WEIGHTS = 1_000_000  # of all sources at all positions
+_MOST_WEIGHTS = 1_000_000  # over all sources and positions
 _POSITION = Scalar("position", "quantity", Bounds(at_least=0), default="0")
 
 
@@ -51,13 +51,13 @@ class MixtureSource(NamedTuple):
     """One source of a mixture."""
 
     name: str
-    weight: Fraction  # its share of the samples; the weights of all sources add up to 1
+    weight: Fraction  # its share of the samples; all weights add up to 1
     config: StreamConfig  # the config with this source as its dataset
-    later: tuple[tuple[int, Fraction], ...] = ()  # its share from later positions on, the same ones for all sources
+    later: tuple[tuple[int, Fraction], ...] = ()  # its share from later positions on, which all sources have in common
 
     @property
     def weights_text(self) -> str:
-        """Its share, as the identity of a stream holds it."""
+        """Its share, as text for the identity of a stream."""
         return " ".join([str(self.weight), *(f"{start}:{weight}" for start, weight in self.later)])
 
 
@@ -72,7 +72,7 @@ def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
     """Returns the sources of `dataset_path` in order, or None if it is not a mixture; opens no data.
 
     Raises:
-      ConfigError: a mixture that cannot be read or that breaks a rule, or weights in `eval_dataset_path`.
+      ConfigError: an unreadable or invalid mixture, or weights in `eval_dataset_path`.
     """
     check_data_paths(config)
     _check_eval_path(config.eval_dataset_path)
@@ -96,7 +96,7 @@ def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
 
 
 def _shares(sources: Sequence[MixtureSource]) -> tuple[MixtureSource, ...]:
-    """Returns the sources, their weights divided by the sums over all of them, stage by stage."""
+    """Normalises the sources' weights, stage by stage."""
     starts = sorted({start for source in sources for start, _ in source.later})
     _check_weights("dataset_path", len(sources), len(starts) + 1)
     stated = {source.name: dict([(0, source.weight), *source.later]) for source in sources}

@@ -4,7 +4,7 @@ Ding et al. 2024, "Fewer Truncations Improve Language Modeling" (arXiv 2404.1083
 every L tokens, and only there. The pieces, the longest first, go into the row with the least free space that holds
 them, or else open a new row.
 
-The choice depends on lengths alone, so pieces of one length and rows of one free space are handled as groups. The rows
+The choice depends only on lengths, so pieces of one length and rows of one free space are handled as groups. The rows
 with the least free space f >= l take floor(f / l) pieces of length l each before any other row does, and then have less
 than l left. So each length meets each free space at most once, and packing takes O(L) group operations over arrays, for
 any number of documents.
@@ -48,7 +48,7 @@ class Packing(NamedTuple):
     length_P: np.ndarray  # int32, tokens, 1 to L
 
 
-_DTYPES = ("<i8", "<i8", "<i4")  # of the arrays of a Packing in a file
+_DTYPES = ("<i8", "<i8", "<i4")  # types of a Packing's arrays in a file
 
 
 def best_fit(extents: Extents, row_length: int) -> Packing:
@@ -86,18 +86,18 @@ def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]
 
 
 class _Rows:
-    """Rows that are filled with pieces, from long to short."""
+    """Rows under construction, filled with pieces from long to short."""
 
     def __init__(self, num_pieces: int, row_length: int):
-        self.row_P = np.empty(num_pieces, np.int64)  # the row of each piece that was placed
-        self.openers: list[np.ndarray] = []  # the pieces that opened the rows, in order
+        self.row_P = np.empty(num_pieces, np.int64)  # the row of each placed piece
+        self.openers: list[np.ndarray] = []  # the opening piece of each row, in order
         self._row_length = row_length
         self._num_rows = 0
-        self._by_space: dict[int, list[np.ndarray]] = {}  # rows by their free space
+        self._by_space: dict[int, list[np.ndarray]] = {}  # rows by free space
         self._usable: list[int] = []  # heap of the free spaces that hold a piece of the present length
 
     def place(self, pieces: np.ndarray, length: int) -> None:
-        """Places all pieces of one length, which is less than any before."""
+        """Places all pieces of one length; lengths must decrease between calls."""
         if length in self._by_space:
             heappush(self._usable, length)
         while len(pieces) and self._usable:
@@ -111,7 +111,7 @@ class _Rows:
             self._fill(rows, self._row_length, pieces, length)
 
     def _fill(self, rows: np.ndarray, space: int, pieces: np.ndarray, length: int) -> np.ndarray:
-        """Fills rows of one free space, one after the other, with pieces of one length; returns the pieces left."""
+        """Fills rows of equal free space, in order, with pieces of equal length; returns the remaining pieces."""
         per_row = space // length
         used = min(len(rows), -(-len(pieces) // per_row))
         row_of_piece = np.repeat(rows[:used], per_row)[: len(pieces)]
@@ -139,7 +139,7 @@ def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
 
 
 class BestFitPlan:
-    """A `RowPlan` in a file of the cache; each process maps its arrays at the first use.
+    """A `RowPlan` in a cache file; each process maps its arrays on first use.
 
     The file is a JSON header padded to 4096 bytes (`version`, `name` of the file, `rows`, `pieces`, `tokens`,
     `row_length`, and the CRC-32 of these and of the rest of the file), then the arrays of `Packing`, little-endian, one
@@ -170,7 +170,7 @@ class BestFitPlan:
         return Packing(*arrays)
 
     def __getstate__(self) -> dict[str, object]:
-        # A worker process checks and maps the file itself.
+        # Worker processes check and map the file themselves.
         return {name: value for name, value in self.__dict__.items() if name != "_packing"} | {"_is_checked": False}
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
@@ -184,7 +184,7 @@ class BestFitPlan:
 
 
 def _checked_header(path: Path) -> dict[str, Any]:
-    """Returns the header of a file of a packing; ValueError if the file is damaged, or is a copy of another one."""
+    """Reads the header of a packing's file; raises ValueError if it is damaged or a copy of another file."""
     with open(path, "rb") as file:
         header = dict(read_json(file.read(_HEADER_BYTES), path.name, most_depth=1))
         checksum = header.pop("crc32")
@@ -211,9 +211,9 @@ def find_best_fit(data_cache_dir: str, row_length: int, key: Mapping[str, object
 def open_best_fit(
     data_cache_dir: str, row_length: int, key: Mapping[str, object], documents: Callable[[], Extents]
 ) -> BestFitPlan:
-    """Returns the plan of `key`, JSON values that fix it together with L.
+    """Returns the plan for `key`, JSON values that determine it together with L.
 
-    If the cache has no plan, or a damaged one, this computes it from `documents()`.
+    Computes it from `documents()` if the cache has no sound plan.
     """
     plan = find_best_fit(data_cache_dir, row_length, key)
     if plan is not None:
@@ -231,7 +231,7 @@ def _path(data_cache_dir: str, row_length: int, key: Mapping[str, object]) -> Pa
 
 
 def _write(path: Path, packing: Packing, row_length: int) -> None:
-    """Writes a packing to a file; processes that race write the same."""
+    """Writes a packing to a file; racing processes write the same content."""
     header = {
         "version": _VERSION,
         "name": path.name,

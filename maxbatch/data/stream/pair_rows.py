@@ -1,8 +1,8 @@
 """The rows of preference pairs: a sample is the prompt with the chosen answer, then with the rejected one.
 
-A pair is two documents of the store, one after the other. Each lies in L slots of its own, so a sample has 2 L: the
-chosen answer's tokens are segment 1 and the rejected one's segment 2. Pairs are not packed. `overlong` decides about
-a pair of which either document is longer than L.
+A pair is two consecutive documents of the store. Each has its own L slots, so a sample has 2 L: the chosen answer's
+tokens are segment 1, the rejected one's segment 2. Pairs are not packed. `overlong` applies if either document is
+longer than L.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class PairRows:
       pad_id: the token of empty slots.
 
     Raises:
-      ConfigError: a pair is longer, and `overlong` is `error`; or none is left.
+      ConfigError: a pair is longer and `overlong` is `error`, or none is left.
     """
 
     def __init__(self, store: Store, pairs_S: np.ndarray, length: int, overlong: str, pad_id: int) -> None:

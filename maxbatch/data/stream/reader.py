@@ -23,11 +23,11 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 
 _THREADS = 8
-_WINDOW = 16  # intervals that the pace is measured over
+_WINDOW = 16  # intervals for measuring the pace
 
 
 class Blocks(Protocol[T_co]):
-    """Elements by their index; reading one may take long."""
+    """Elements by index; reading one may take long."""
 
     def __len__(self) -> int: ...
 
@@ -35,21 +35,21 @@ class Blocks(Protocol[T_co]):
 
 
 class ReadAheadByTime(Generic[T]):
-    """Iterates over elements in order, reading ahead those needed within the next seconds.
+    """An iterator over elements in order, which reads ahead enough to bridge a stall of `seconds`.
 
     Args:
       blocks: the elements to read.
-      seconds: the time that the elements read ahead should last, at the recent pace of training.
-      least: elements read ahead at any pace.
-      most: elements read ahead at most.
+      seconds: time covered by elements read ahead, at the recent pace of training.
+      least: fewest elements read ahead.
+      most: most elements read ahead.
     """
 
     def __init__(self, blocks: Blocks[T], seconds: float, least: int, most: int) -> None:
         self._blocks, self._seconds, self._least, self._most = blocks, seconds, least, max(least, most)
         self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="maxbatch-ahead")
         self._reading: deque[Future[T]] = deque()
-        self._next = 0  # the element that is read next
-        self._intervals: deque[float] = deque(maxlen=_WINDOW)  # seconds that training took, without its waits here
+        self._next = 0  # next element to read
+        self._intervals: deque[float] = deque(maxlen=_WINDOW)  # seconds of training, without waits here
         self._returned = time.monotonic()
 
     def __iter__(self) -> ReadAheadByTime[T]:
@@ -57,7 +57,7 @@ class ReadAheadByTime(Generic[T]):
 
     def __next__(self) -> T:
         self._intervals.append(time.monotonic() - self._returned)
-        # It grows by one element at a time: the first elements are taken at once, which shows no pace.
+        # Grow by one element at a time; the first elements are taken at once, which gives no pace.
         wanted = min(self._depth(), max(self._least, len(self._reading) + 2))
         while len(self._reading) < wanted and self._next < len(self._blocks):
             self._reading.append(self._pool.submit(self._blocks.__getitem__, self._next))
@@ -73,25 +73,25 @@ class ReadAheadByTime(Generic[T]):
         return min(self._most, max(self._least, int(self._seconds / max(pace, 1e-6))))
 
     def close(self) -> None:
-        """Ends the threads; unfinished reads are dropped."""
+        """Ends the threads and drops unfinished reads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
 
 # Enough tokens to make the cost per element of a Grain pipeline (30 us in threads, more between processes) negligible.
 _BLOCK_TOKENS = 1 << 14
 _MAX_THREADS = 4
-_AHEAD_BYTES = 32 << 20  # of rows that are read ahead by time, at most
-_SLOT_BYTES = 12  # of a token with its segment and its weight
-# The length of an endless order; places and indices below it fit into 64 bits.
+_AHEAD_BYTES = 32 << 20  # bound of rows read ahead by time
+_SLOT_BYTES = 12  # per token with segment and weight
+# The length of an endless order; positions and indices below it fit into 64 bits.
 ENDLESS = 1 << 62
 
 
 class Order(Protocol):
-    """The samples that a reader returns, by their place from 0; it is pickled for worker processes, so it is small."""
+    """The samples of a reader, by position from 0; small, since it is pickled for worker processes."""
 
-    def __len__(self) -> int: ...  # `ENDLESS` if there is no last sample
+    def __len__(self) -> int: ...  # `ENDLESS` without a last sample
 
-    def indices(self, first: int, stop: int) -> np.ndarray: ...  # int64: of the samples at places first to stop - 1
+    def indices(self, first: int, stop: int) -> np.ndarray: ...  # int64: indices at positions first to stop - 1
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,7 @@ class Contiguous:
 
 @dataclass(frozen=True)
 class RowBlocks:
-    """A Grain data source: element k is the samples at places k * size to (k + 1) * size - 1 of an order."""
+    """A Grain data source: element k is the samples at positions k * size to (k + 1) * size - 1 of an order."""
 
     batch: Callable[[Indices], Rows]  # returns samples by their indices, arrays [n, L]
     order: Order
@@ -131,7 +131,7 @@ class RowBlocks:
 
 
 class ReadAhead(NamedTuple):
-    """How a reader reads ahead; the samples do not depend on it."""
+    """Settings of reading ahead; they do not affect the samples."""
 
     worker_count: int  # processes that read; 0 means threads of this one
     rows: int  # read ahead, at least 1 (rounded up to whole blocks)
@@ -139,10 +139,10 @@ class ReadAhead(NamedTuple):
 
 
 class Reader:
-    """Returns samples of a stream in a given order, any number at a time, and reads ahead.
+    """A reader of a stream's samples in a given order, any number at a time, which reads ahead.
 
-    The samples are the same for any number of threads or worker processes. The first `take` starts them. Worker
-    processes end with this process, also when it is killed. They get `batch` and `order` pickled.
+    Samples do not depend on the number of threads or worker processes. The first `take` starts them. Worker processes
+    end with this process, even if it is killed. They get `batch` and `order` pickled.
     """
 
     def __init__(self, batch: Callable[[Indices], Rows], row_length: int, order: Order, ahead: ReadAhead):
@@ -198,7 +198,7 @@ class Reader:
             return block
         if self._iterator is None:
             self._iterator = self._start()
-            # Grain's workers outlive an iterator that is merely dropped.
+            # Grain's workers outlive a dropped iterator.
             self._finalizer = weakref.finalize(self, self._iterator.close)
         return next(self._iterator)
 
@@ -209,7 +209,7 @@ class Reader:
         if not self._worker_count:
             threads = min(_MAX_THREADS, self._prefetch_blocks)
             return iter(blocks.to_iter_dataset(grain.ReadOptions(threads, self._prefetch_blocks)))
-        # Grain's workers read absl flags, which only absl's own main parses.
+        # Grain's workers read absl flags, which only absl's main parses.
         if not flags.FLAGS.is_parsed():
             flags.FLAGS.mark_as_parsed()
         ahead = max(1, self._prefetch_blocks // self._worker_count)
@@ -219,7 +219,7 @@ class Reader:
 
 
 def _start_worker(*_: int) -> None:
-    """Ends a worker process with its parent and not before: the parent may need rows to finish its step."""
+    """Ends a worker process with its parent, not earlier, since the parent may need rows to finish its step."""
     leave_signals_to_parent()
     parent = multiprocessing.parent_process()
     assert parent is not None, "runs in worker processes only"

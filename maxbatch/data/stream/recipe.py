@@ -1,4 +1,4 @@
-"""What a kind of sample knows of the stream: the rows that documents become. Imports no NumPy by itself."""
+"""A kind of sample in the stream: its cut of documents into rows. Imports no NumPy by itself."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Split:
     Attributes:
       store: the store.
       records: their numbers.
-      key: the values that fix the lengths of their documents, and so the cut into rows.
-      tokenizer: that of the store.
+      key: the values that determine document lengths, and so the cut into rows.
+      tokenizer: the store's tokenizer.
     """
 
     store: Store
@@ -40,7 +40,7 @@ class Split:
 
     @property
     def pad_id(self) -> int:
-        """The token of empty slots; the library of the tokenizer is loaded for it."""
+        """The token of empty slots; loads the tokenizer's library."""
         return self.tokenizer.pad_id
 
     @property
@@ -53,43 +53,43 @@ class Split:
 
 
 class Fitted(NamedTuple):
-    """The documents of a split that go into rows."""
+    """The documents of a split for its rows."""
 
     extents: Extents
-    num_overlong: int  # those that were longer than a row
+    num_overlong: int  # documents longer than a row
 
 
 class Opened(NamedTuple):
     """The rows of a split."""
 
     rows: RowSource
-    num_overlong: int  # records that were longer than a row
+    num_overlong: int  # records longer than a row
 
 
 class StreamRecipe(StoreRecipe):
-    """A kind of sample as the stream knows it; by default a row is cut from documents, joined or each by itself.
+    """A kind of sample in the stream; by default rows are cut from documents, joined or separate.
 
     Attributes:
       store_records: the records of a store, for messages.
-      reads_blocks: whether rows may be looked up in blocks of a large table of documents.
+      reads_blocks: whether rows can be found through blocks of a large document table.
     """
 
     store_records: ClassVar[str] = "documents"
     reads_blocks: ClassVar[bool] = True
 
     def row_identity(self, config: StreamConfig) -> Identity:
-        """Returns the values that fix the rows of given documents."""
+        """Returns the values that determine the rows of given documents."""
         return {key: config[key] for key in names_fixing(Fixes.TOKENS | Fixes.ROWS)}
 
     def strategy(self, config: StreamConfig) -> str:
-        """Returns how documents are packed: a value of `packing_strategy`."""
+        """Returns the `packing_strategy` of documents."""
         return str(config.packing_strategy)
 
     def fitted(self, config: StreamConfig, split: Split) -> Fitted:
-        """Returns the documents of a split as they go into rows.
+        """Returns the documents of a split, cut to fit rows.
 
         Raises:
-          ConfigError: one is too long for a row, or none is left.
+          ConfigError: a document is too long for a row, or none is left.
         """
         from maxbatch.data.stream.rows import Extents
 
@@ -102,7 +102,7 @@ class StreamRecipe(StoreRecipe):
         return open_documents(config, split, self)
 
     def num_rows_if_cached(self, config: StreamConfig, split: Split) -> int | None:
-        """Returns the rows of a split if they are known without packing it."""
+        """Returns the number of a split's rows if known without packing."""
         from maxbatch.data.stream.document_rows import num_rows_if_cached
 
         return num_rows_if_cached(config, split, self)

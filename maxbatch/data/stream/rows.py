@@ -1,10 +1,10 @@
 """Documents cut into rows, as an index: the pieces of documents that make row r.
 
 A piece is a run of consecutive tokens of one document; a row is pieces from its left end, then padding. A plan is
-computed once from the documents' lengths, does not depend on epochs, and finds the pieces of any row by binary search.
+computed once from document lengths, is the same for all epochs, and finds a row's pieces by binary search.
 
-Legend: n rows asked for, L row length, P pieces of these rows, S documents of the split, K blocks of a
-table that is read by range.
+Legend: n rows asked for, L row length, P pieces of these rows, S documents of the split, K blocks of a table read by
+range.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ Rows = dict[str, np.ndarray]
 
 
 class Pieces(NamedTuple):
-    """Pieces of some rows, in order of row and place."""
+    """Pieces of some rows, in order of row and position."""
 
-    row_P: np.ndarray  # int64, position of the piece's row among the rows asked for
+    row_P: np.ndarray  # int64, index of the piece's row among the requested rows
     start_P: np.ndarray  # int64, index of its first token in the store
     length_P: np.ndarray  # int64, tokens, at least 1; the pieces of a row add up to at most L
 
@@ -43,7 +43,7 @@ class Extents(NamedTuple):
 
     @classmethod
     def of(cls, offsets: np.ndarray, documents_S: np.ndarray) -> Extents:
-        """Returns those of documents with numbers `documents_S` of a store with `offsets` (int64[documents + 1])."""
+        """Returns the extents of documents `documents_S` in a store with `offsets` (int64[documents + 1])."""
         return cls(offsets[documents_S], offsets[documents_S + 1])
 
     @property
@@ -52,13 +52,13 @@ class Extents(NamedTuple):
         return int((self.end_S - self.start_S).sum())
 
     def slots(self, slot_tokens: int) -> np.ndarray:
-        """Returns the slots of `slot_tokens` tokens that each document fills, the last one perhaps in part."""
+        """Returns each document's number of slots of `slot_tokens` tokens, the last one possibly in part."""
         array: np.ndarray = -(-(self.end_S - self.start_S) // slot_tokens)
         return array
 
 
 class RowPlan(Protocol):
-    """A cut of documents into `num_rows` rows of `row_length` slots, which hold `num_tokens` tokens."""
+    """A cut of documents into `num_rows` rows of `row_length` slots, with `num_tokens` tokens."""
 
     row_length: int
     num_rows: int
@@ -70,18 +70,18 @@ class RowPlan(Protocol):
 class Placed(NamedTuple):
     """Documents in order, and their places in a sequence of slots."""
 
-    first_S: np.ndarray  # int64[S + 1], the first slot of each document; at last the slot after all
+    first_S: np.ndarray  # int64[S + 1], the first slot of each document, then the slot after all
     extents: Extents
 
 
 class SlotLayout(Protocol):
-    """Documents one after the other in a sequence of `num_slots` slots, each for tokens of one document."""
+    """Documents laid out in `num_slots` slots; a slot has tokens of one document."""
 
     num_slots: int
     num_tokens: int
 
     def around(self, first_n: np.ndarray, last_n: np.ndarray) -> Placed:
-        """Returns the documents of slots first_n[i] to last_n[i], for every i, and perhaps others."""
+        """Returns the documents in slots first_n[i] to last_n[i], for every i, and possibly others."""
 
 
 class WholeLayout:
@@ -102,14 +102,14 @@ class WholeLayout:
 
 
 class BlockLayout:
-    """A layout of a store whose table is too large for a host and read by range; it keeps eight bytes per block.
+    """A layout of a store with a table read by range, too large for a host; keeps eight bytes per block.
 
     One pass over the table counts the slots of the split's documents in each block. The documents of a row are then
     looked up in its own blocks.
 
     Args:
       store: the store.
-      documents: those of the split.
+      documents: the split's documents.
       slot_tokens: tokens that a slot holds; the last slot of a document may hold fewer.
 
     Raises:
@@ -147,16 +147,16 @@ class BlockLayout:
         return Placed(np.concatenate(first_S), Extents(start_S, end_S))
 
     def _extents(self, number: int, block: np.ndarray) -> Extents:
-        """Returns the places of the split's documents of a block."""
+        """Returns the extents of the split's documents in a block."""
         first = number * document_table.BLOCK_DOCUMENTS
         return Extents.of(block, self._documents.between(first, first + len(block) - 1) - first)
 
 
-Lay = Callable[[int], SlotLayout]  # makes the layout of documents in slots of a number of tokens
+Lay = Callable[[int], SlotLayout]  # (tokens per slot) -> layout of documents
 
 
 class ConcatenatePlan:
-    """The documents joined into one sequence and cut every L tokens; the last row is padded, nothing is dropped."""
+    """A plan of documents joined into one sequence and cut every L tokens; pads the last row, drops nothing."""
 
     def __init__(self, lay: Lay, row_length: int):
         self._layout = lay(1)
@@ -164,7 +164,7 @@ class ConcatenatePlan:
 
     @classmethod
     def of_store(cls, store: Store, row_length: int) -> ConcatenatePlan:
-        """Returns the plan of all documents of a store, joined in the order of the store; it holds no array."""
+        """Returns the plan of all documents of a store, joined in order, without any array."""
         plan = cls.__new__(cls)
         plan._set(row_length, int(store.manifest["tokens"]))
         plan._store = store
@@ -174,7 +174,7 @@ class ConcatenatePlan:
         self.row_length = row_length
         self.num_tokens = num_tokens
         self.num_rows = -(-num_tokens // row_length)
-        self._store: Store | None = None  # whose documents are all in the plan, in the order of the store
+        self._store: Store | None = None  # a store included whole, in order
 
     def pieces(self, rows_n: np.ndarray) -> Pieces:
         begin_n = rows_n * self.row_length
@@ -192,7 +192,7 @@ class ConcatenatePlan:
         return Pieces(row_P, low_P + shift_P, high_P - low_P)
 
     def _joined(self, first_n: np.ndarray, last_n: np.ndarray) -> tuple[DocumentTable, np.ndarray | None]:
-        """Returns where documents begin in the joined sequence, and in the store; None if that is the same."""
+        """Returns the starts of documents in the joined sequence, and in the store (None if equal)."""
         if self._store:
             return self._store.table, None
         placed = self._layout.around(first_n, last_n)
@@ -200,7 +200,7 @@ class ConcatenatePlan:
 
 
 class DocumentPlan:
-    """One document per row; a document of n tokens fills ceil(n / L) rows, the last of them padded."""
+    """A plan with one document per row; a document of n tokens fills ceil(n / L) rows, the last one padded."""
 
     def __init__(self, lay: Lay, row_length: int):
         self.row_length = row_length
@@ -224,11 +224,11 @@ def assemble(
     pad_id: int,
     trained_bit: int | None = None,
 ) -> Rows:
-    """Lays pieces of the store's tokens into n = `num_rows` rows of L = `row_length` slots.
+    """Copies pieces of the store's tokens into n = `num_rows` rows of L = `row_length` slots.
 
     Returns:
-      `tokens` int32[n, L], `pad_id` in empty slots; `segments` int32[n, L], the number of the piece in its row from 1,
-      0 at padding; `weights` float32[n, L], 1 where a token follows another of its segment and, if the store has a
+      `tokens` int32[n, L], `pad_id` in empty slots; `segments` int32[n, L], the piece's number in its row from 1, 0 at
+      padding; `weights` float32[n, L], 1 where a token follows another of its segment and, if the store has a
       `trained_bit`, has it set; else 0.
     """
     row_P, start_P, length_P = pieces
@@ -272,7 +272,7 @@ class RowSource(Protocol):
 
 
 class StoredRows:
-    """Rows of a token store by index: slices of a memory map, so that opening reads nothing."""
+    """Rows of a token store by index, as slices of a memory map, so that opening reads nothing."""
 
     conversations: ConversationFigures | None = None
 

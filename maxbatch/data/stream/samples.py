@@ -1,4 +1,4 @@
-"""From the index of a sample to a row of a source: epochs, their permutations, and the sources of a mixture.
+"""Mapping of a sample's index to a row of a source, through epochs, permutations and mixtures.
 
 Limits: a shuffled epoch has at most 2^32 rows (Grain's permutation is 32 bits wide).
 """
@@ -44,7 +44,7 @@ class SampleRows(Protocol):
 
 
 class Epochs:
-    """The rows of one source, epoch after epoch: of n rows, sample i is row i mod n of epoch i // n, permuted."""
+    """The rows of one source, epoch after epoch: with n rows, sample i is row i mod n of epoch i // n, permuted."""
 
     def __init__(self, rows: RowSource, shuffle: tuple[int, str] | None):
         self.rows = rows
@@ -62,7 +62,7 @@ class Epochs:
 
 
 class InTurn:
-    """An order of sources one after the other, each sample once; otherwise like `WeightedOrder`."""
+    """An order of sources in turn, each sample once; otherwise like `WeightedOrder`."""
 
     def __init__(self, num_rows: Sequence[int]):
         self._ends = np.cumsum(num_rows)
@@ -79,7 +79,7 @@ class InTurn:
 
 
 class Mixed:
-    """Samples of several sources, which are numbered as in their order."""
+    """Samples of several sources, numbered as in their order."""
 
     def __init__(self, sources: Mapping[str, Epochs], order: WeightedOrder | StagedOrder | InTurn):
         self._order = order
@@ -133,7 +133,7 @@ def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
 
 
 def _trained(parts: Sequence[RowSource]) -> dict[str, Any]:
-    """Returns the figures of conversations; none if the rows hold other documents."""
+    """Returns the figures of conversations; empty for other documents."""
     figures = [rows.conversations for rows in parts if rows.conversations]
     if not figures:
         return {}
@@ -146,7 +146,7 @@ def _trained(parts: Sequence[RowSource]) -> dict[str, Any]:
 
 
 def place_in_epochs(index: int, num_rows: int, shuffle: tuple[int, str] | None) -> SampleOrigin:
-    """Returns the place of sample `index` in an endless series of epochs, each of them permuted anew. O(1) in `index`.
+    """Returns the place of sample `index` in an endless series of permuted epochs, in O(1).
 
     The seed and the name in `shuffle` key the permutations; without it, rows are in order.
     """

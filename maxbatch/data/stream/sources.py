@@ -1,6 +1,6 @@
-"""The rows that a config names: its dataset opened, split and cut into rows, and the settings that define them.
+"""The rows of a config: its dataset opened, split and cut into rows, and the settings that define them.
 
-Does not import Grain, so that plans, which need the length of an epoch, do not wait for it.
+Does not import Grain, so that plans need not wait for it to get the length of an epoch.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class SourceRows(NamedTuple):
 
     @property
     def shuffle_name(self) -> str:
-        """The name that keys the shuffle, with the seed: the hash of the content, however it is stored."""
+        """The name that, with the seed, keys the shuffle: the hash of the content, independent of storage."""
         return str(self.identity.get("content", "synthetic"))
 
 
 def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
-    """Opens the training rows of a config, or the held-out ones (None if nothing is); new data are tokenised now."""
+    """Opens the training or held-out rows of a config (None without held-out data); tokenises new data."""
     check_data_paths(config)
     tokenizer = tokenizer_of(config)
     fraction = HeldOutFraction.of(config.eval_fraction)
@@ -90,16 +90,16 @@ def _row_identity(config: StreamConfig, store: Store) -> Identity:
 
 
 def order_identity(config: DataConfig) -> Identity:
-    """Returns the values that fix the order of a training stream: whether its rows are shuffled, and by what key."""
+    """Returns the values that fix the order of a training stream: shuffling and its key."""
     fixing = names_fixing(Fixes.ORDER) if config.enable_data_shuffling else ("enable_data_shuffling",)
     return {key: config[key] for key in fixing}
 
 
 def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
-    """Returns the samples of an epoch if they are known without reading data, else None (a mixture has no epochs).
+    """Returns the samples of an epoch if known without reading data, else None (a mixture has no epochs).
 
     Raises:
-      ConfigError: `num_epochs` of a mixture, or a mixture that breaks a rule.
+      ConfigError: `num_epochs` of a mixture, or an invalid mixture.
     """
     if is_mixture_file(config.dataset_path) and not os.path.exists(os.path.expanduser(config.dataset_path)):
         return None
@@ -116,7 +116,7 @@ def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
 
 
 def refuse_num_epochs(num_epochs: int | float | Fraction | None, mixture: tuple[MixtureSource, ...]) -> None:
-    """Raises ConfigError for `num_epochs` of a mixture, with the number of samples that it might mean, if known."""
+    """Raises ConfigError for `num_epochs` of a mixture, with a likely number of samples, if known."""
     if num_epochs is None:
         return
     try:
@@ -132,7 +132,7 @@ def refuse_num_epochs(num_epochs: int | float | Fraction | None, mixture: tuple[
 
 
 def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
-    """Returns the trained tokens of each source of conversations if they are known without reading data, else None."""
+    """Returns the trained tokens of each source of conversations if known without reading data, else None."""
     if not StreamRecipe.of(config).has_answers:
         return None
     try:
@@ -145,14 +145,14 @@ def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
 
 
 class _FoundRows(NamedTuple):
-    """The facts about a split's rows that are known without reading data."""
+    """Facts about a split's rows, known without reading data."""
 
     num_rows: int
     trained: TrainedTokens | None = None  # of conversations
 
 
 def _find_rows(config: StreamConfig) -> _FoundRows | None:
-    """Returns the training rows of one source, if they are known without reading data."""
+    """Returns facts about one source's training rows, if known without reading data."""
     check_data_paths(config)
     fraction = HeldOutFraction.of(config.eval_fraction)
     if config.dataset_type == "synthetic":
@@ -190,7 +190,7 @@ def _synthetic_rows(
     fraction.refuse_empty(samples, "samples")
     if held_out and not fraction.fraction:
         return None
-    # A model may have a vocabulary too small for bytes; the rows then use only its tokens.
+    # A vocabulary may be too small for bytes; rows then use only its tokens.
     token_range = min(config.vocab_size, tokenizer.vocab_size, 256)
     rows = SyntheticRows(samples, config.max_target_length, seed, token_range, fraction, held_out)
     stated = ("dataset_type", "synthetic_samples", "data_shuffle_seed", "max_target_length")
@@ -201,7 +201,7 @@ def _synthetic_rows(
 def _split_documents(
     config: StreamConfig, store: Store, fraction: HeldOutFraction, held_out: bool
 ) -> tuple[Documents, str]:
-    """Returns the records of a split, and the rule that chose them."""
+    """Returns the records of a split, and its rule."""
     recipe = StreamRecipe.of(config)
     total = store.manifest["documents"] // recipe.documents_per_record
     if fraction.fraction:

@@ -1,4 +1,4 @@
-"""One stream of samples: `stream[0], stream[1], ...`, fixed by the dataset, the seed and the packing settings alone."""
+"""One stream of samples: `stream[0], stream[1], ...`, fixed by dataset, seed and packing settings alone."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from maxbatch.system.storage import is_remote
 
 # Part of every identity. Increment it when the same settings give other samples.
 _STREAM_VERSION = 1
-_FAR_AHEAD_S = 10.0  # seconds of training for which rows in an object store are read ahead
+_FAR_AHEAD_S = 10.0  # seconds of training to read ahead from an object store
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
     """Samples by index; any index costs the same.
 
-    A training stream has no end. With one source, epoch e is samples e n to (e + 1) n - 1, n = `samples_per_epoch`, and
+    A training stream is endless. With one source, epoch e is samples e n to (e + 1) n - 1, n = `samples_per_epoch`, and
     each epoch permutes the same rows. In a mixture, the count of each source in any 1000 consecutive samples is within
     one of its share. Each source has its own epochs: after m samples of a source with n rows, its next sample is sample
     m mod n of its epoch m // n. So a small source repeats more often than a large one of the same weight.
 
-    A held-out stream is its n rows once, in order; those of a mixture one source after the other.
+    A held-out stream is its n rows once, in order; a mixture's sources follow each other.
 
     A sample is a dict of arrays [L]: `tokens` int32, `segments` int32 (1, 2, ... per document of the row, 0 at
     padding), `weights` float32 (loss weight of token t as a target, predicted from the tokens before it in its segment:
     0 at the first token of each segment and at padding, else 1). A sample of several rows, such as a pair of answers,
-    has L slots for each of them.
+    has L slots for each.
     """
 
     samples: SampleRows
@@ -54,7 +54,7 @@ class Stream:
         """Returns the samples of an epoch, n, or of a held-out stream.
 
         Raises:
-          TypeError: the sources of a mixture have epochs of their own, and so no common one.
+          TypeError: a mixture's sources have no common epoch.
         """
         if self.samples_per_epoch is None:
             raise TypeError("the stream of a mixture has no epoch, and so no length")
@@ -67,7 +67,7 @@ class Stream:
         """Returns sample `index`, arrays [L].
 
         Raises:
-          IndexError: the index is below 0, or past the end of a held-out stream.
+          IndexError: an index below 0, or past the end of a held-out stream.
         """
         return {name: array[0] for name, array in self.batch([operator.index(index)]).items()}
 
@@ -88,7 +88,7 @@ class Stream:
         return self.samples.place(index)
 
     def samples_by_source(self, position: int) -> dict[str, int] | None:
-        """Returns how many of samples 0 to position - 1 come from each source of a mixture, else None."""
+        """Returns the counts per source of a mixture in samples 0 to position - 1, or None."""
         if not isinstance(self.samples, Mixed):
             return None
         if position < 0:
@@ -96,7 +96,7 @@ class Stream:
         return self.samples.counts(position)
 
     def reader_of(self, order: Order) -> Reader:
-        """Returns a reader of the samples of `order`, such as one host's rows; it has to be closed."""
+        """Returns a reader of the samples of `order`, such as one host's rows; the caller must close it."""
         return Reader(self.batch, self.samples.row_length, order, self.ahead)
 
     def stats(self) -> dict[str, Any]:
@@ -126,16 +126,16 @@ def open_stream(config: Config | StreamConfig, split: Literal["eval"]) -> Stream
 
 
 def open_stream(config: Config | StreamConfig, split: Literal["train", "eval"] = "train") -> Stream | None:
-    """Opens the training stream, or the held-out one (None if nothing is held out); new data are tokenised now.
+    """Opens the training or the held-out stream (None without held-out data); tokenises new data.
 
     Raises:
-      ConfigError: settings or data that cannot be used, by key, value, and file.
+      ConfigError: unusable settings or data, with key, value and file.
     """
     config = StreamConfig.of(config)
     held_out = {"train": False, "eval": True}[split]
     mixture = read_mixture(config)
     if held_out and config.eval_dataset_path:
-        mixture = None  # the held-out files are those of every source
+        mixture = None  # the held-out files of every source
     elif mixture is not None and not held_out:
         refuse_num_epochs(config.num_epochs, mixture)
     sources = _open_sources(config, mixture, held_out)
@@ -164,7 +164,7 @@ def open_stream(config: Config | StreamConfig, split: Literal["train", "eval"] =
 def _open_sources(
     config: StreamConfig, mixture: tuple[MixtureSource, ...] | None, held_out: bool
 ) -> dict[str, SourceRows]:
-    """Opens one split of the dataset, or of every source of a mixture, if it has that split."""
+    """Opens a split of the dataset, or of every source of a mixture that has it."""
     if mixture is None:
         rows = open_rows(config, held_out=held_out)
         return {} if rows is None else {"": rows}
@@ -185,7 +185,7 @@ def _mixed(
     seen: Counter[str] = Counter()
     parts = {}
     for name, source in sources.items():
-        # The number gives two sources of equal content different permutations.
+        # The number gives sources of equal content different permutations.
         key = f"{source.shuffle_name} {seen[source.shuffle_name]}"
         seen[source.shuffle_name] += 1
         parts[name] = _epochs(config, source, None if held_out else key)
@@ -197,9 +197,9 @@ def _mixed(
 
 
 def _mixture_identity(config: StreamConfig, sources: dict[str, SourceRows]) -> Identity:
-    """Returns the identities of all sources, numbered; settings that they share appear once.
+    """Returns the identities of all sources, numbered, with common settings once.
 
-    Names do not count: data that are moved or renamed are still the same stream.
+    Names are left out: moved or renamed data are the same stream.
     """
     shared = dict(config.items())
     identity: Identity = {"sources": len(sources)}
@@ -210,7 +210,7 @@ def _mixture_identity(config: StreamConfig, sources: dict[str, SourceRows]) -> I
 
 
 def _epochs(config: StreamConfig, source: SourceRows, name: str | None) -> Epochs:
-    """Returns the epochs of a source, shuffled by `name` if the config says so; in order if `name` is None."""
+    """Returns the epochs of a source, shuffled by `name` if the config shuffles; in order if `name` is None."""
     if name is None or not config.enable_data_shuffling:
         return Epochs(source.rows, shuffle=None)
     if source.rows.num_rows > MAX_SHUFFLED_ROWS:

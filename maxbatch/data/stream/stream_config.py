@@ -1,4 +1,4 @@
-"""The keys of a config that a stream reads."""
+"""The config keys of a stream."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""Rows that need no file: text-like, learnable, computed from their index.
+"""Rows without a file: text-like, learnable, computed from their index.
 
-A row is words of three letters and a space. The first three words spell the row's number, so that every row differs
-and can be recognised. The others come from a lexicon that the whole dataset shares, and follow one another by one of a
-few strides through it: a model learns the letters first, then the words, then which words can follow, and last to infer
-the stride from the row. One word in 16 is random, so that no model reaches a loss of zero.
+A row is words of three letters and a space. The first three words spell the row's number, so every row is unique and
+recognisable. The others come from the dataset's lexicon, at one of a few strides through it: a model learns letters
+first, then words, then possible successors, and last to infer the stride. One word in 16 is random, so no model reaches
+a loss of zero.
 
-The words of row i depend on the seed and i alone: row 10^9 costs as much as row 0. A row is one document of exactly L
-tokens, so that `packing`, `add_bos` and `add_eos` change nothing.
+Row i depends only on the seed and i, so row 10^9 costs as much as row 0. A row is one document of exactly L tokens, so
+`packing`, `add_bos` and `add_eos` have no effect.
 
 Legend: n rows asked for, L row length, K words of a row after its number, W words of the lexicon.
 """
@@ -82,7 +82,7 @@ class SyntheticRows:
 
 
 def _alphabet(token_range: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray], int]:
-    """Returns the letters for each of a word's three places, and the space; all below `token_range`."""
+    """Returns the letters for a word's three positions, and the space, all below `token_range`."""
     if token_range >= 128:
         return (_CONSONANTS, _VOWELS, _CONSONANTS), ord(" ")
     letters = np.arange(min(1, token_range - 1), token_range, dtype=np.int32)

@@ -1,4 +1,4 @@
-"""How many tokens of conversations are trained on: of a split, of a mixture's sources, and of an update."""
+"""Numbers of trained tokens in conversations: per split, per source of a mixture, and per update."""
 
 from __future__ import annotations
 
@@ -12,31 +12,31 @@ class TrainedTokens(NamedTuple):
 
     num_rows: int
     total: int
-    square_sum: int  # of each row's number
+    square_sum: int  # sum of each row's squared number
 
     @property
     def mean(self) -> float:
-        """The mean of a row."""
+        """The mean per row."""
         return self.total / self.num_rows
 
     @property
     def std(self) -> float:
-        """The standard deviation of a row."""
+        """The standard deviation per row."""
         return math.sqrt(max(0.0, self.square_sum / self.num_rows - self.mean**2))
 
 
 class TrainedShare(NamedTuple):
     """One source's share of a stream of conversations."""
 
-    weight: float  # of the samples; 1 if it is the only source
+    weight: float  # share of the samples; 1 for a single source
     tokens: TrainedTokens
 
 
 def trained_tokens_of_update(shares: Sequence[TrainedShare], batch_size: int) -> dict[str, float]:
-    """Returns the `mean` and the standard deviation (`std`) of the trained tokens in an update of B shuffled rows.
+    """Returns `mean` and standard deviation (`std`) of the trained tokens in an update of B shuffled rows.
 
     The rows of a source are drawn from its epoch without replacement (Cochran 1977, Sampling Techniques, theorem 2.2);
-    an update that is longer than an epoch holds all of its rows.
+    an update longer than an epoch has all of its rows.
     """
     mean = variance = 0.0
     for weight, tokens in shares:
