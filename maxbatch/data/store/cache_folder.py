@@ -20,7 +20,7 @@ from maxbatch.system.storage import user_cache
 
 
 def cache_folder(data_cache_dir: str, name: str = "tokens") -> Path:
-    """Returns a folder (that of stores) in `data_cache_dir`, else XDG_CACHE_HOME/maxbatch or ~/.cache/maxbatch."""
+    """Returns a folder (by default of stores) in `data_cache_dir`, else in maxbatch's folder of the user's cache."""
     return (Path(os.path.expanduser(data_cache_dir)) if data_cache_dir else user_cache()) / name
 
 
