@@ -220,6 +220,8 @@ def _connect(ray: ModuleType, address: str) -> None:
 
 def _call(folder: str, function: Callable[..., Answer], args: Sequence[object], kwargs: Mapping[str, object]) -> Answer:
     """Calls a function, in a worker process of a node."""
+    # Ray raises KeyboardInterrupt by this handler, which is missing where the command was started in the background.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(OSError):  # a node without the folder serves paths of object stores
         os.chdir(folder)
     return function(*args, **kwargs)

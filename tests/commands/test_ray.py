@@ -25,6 +25,14 @@ _NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 KillNode = Callable[[], None]
 
 
+@contextlib.contextmanager
+def interrupts_ignored() -> Iterator[None]:
+    """Starts processes as a shell starts those in the background."""
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGINT, handler)
+
+
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Any]:
     pytest.importorskip("ray", reason="Ray is not installed (pip install 'maxbatch[ray]')")
@@ -33,7 +41,8 @@ def cluster() -> Iterator[Any]:
         patch.setenv("XLA_FLAGS", environment()["XLA_FLAGS"])  # the trials' are those of a command on one machine
         from ray.cluster_utils import Cluster
 
-        made = Cluster(initialize_head=True, head_node_args=_NODE | {"include_dashboard": False})
+        with interrupts_ignored():
+            made = Cluster(initialize_head=True, head_node_args=_NODE | {"include_dashboard": False})
         yield made
         made.shutdown()
 
@@ -41,7 +50,8 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def kill_node(cluster: Any) -> KillNode:
     """Makes the cluster have a second node; returns a function that kills it and its processes."""
-    node = cluster.add_node(**_NODE)
+    with interrupts_ignored():
+        node = cluster.add_node(**_NODE)
     return lambda: cluster.remove_node(node, allow_graceful=False)
 
 
@@ -79,7 +89,7 @@ def test_the_first_bad_record_is_named_as_on_one_machine(cluster: Any, capsys: p
 
 
 def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(cluster: Any, kill_node: KillNode) -> None:
-    base = {"steps": 400, "checkpoint_period": 40}
+    base = {"steps": 200, "checkpoint_period": 20}
     rates: dict[str, Any] = {"learning_rate": ["1e-3", "3e-3", "1e-2", "3e-2"]}
     command = ["sweep", write_sweep(rates, base, parallel=2), "--ray", cluster.address]
     folder = SweepFolder(Path("sw"))
@@ -119,7 +129,7 @@ def test_a_sweep_whose_node_and_command_are_killed_trains_every_trial_once(clust
     trials = folder.trials()
     assert len(trials) == 4 and 4 < num_starts() <= 4 + 1 + 1 + 2 + 2, "a lost node and two stops interrupt trials"
     for trial in trials:
-        assert [record["step"] for record in read_metrics(trial.folder)] == list(range(1, 401))
+        assert [record["step"] for record in read_metrics(trial.folder)] == list(range(1, 201))
 
     alone = maxbatch("sweep", write_sweep(rates, base, parallel=2, sweep_dir="one"))
     assert alone.returncode == 0, alone.stdout + alone.stderr
