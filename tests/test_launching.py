@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -251,6 +252,67 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
     assert calls.read_text().count("requeue") == 1
     assert [m["step"] for m in read_metrics(run_dir)] == [m + 1 for m in range(30)]
     assert all(m["global_batch_size"] == 4 for m in read_metrics(run_dir)), "two processes, two rows each"
+
+
+# A SLURM of the nodes n0 to n3, all on this machine: those in $DEAD start nothing. It notes the pid of each task.
+NODES_SCONTROL = '#!/bin/bash\n[ "$1" = show ] && printf "n%s\\n" 0 1 2 3 || echo "scontrol $*" >> "$CALLS"\n'
+NODES_SRUN = f"""#!{sys.executable}
+import os, pathlib, subprocess, sys
+flags = [word for word in sys.argv[1:] if word.startswith("--")]
+command = sys.argv[1 + len(flags):]
+[nodes] = [flag.split("=")[1].split(",") for flag in flags if flag.startswith("--nodelist=")]
+dead = pathlib.Path(os.environ["DEAD"])
+if set(nodes) & set(dead.read_text().split()):
+    sys.exit(1)
+if command == ["true"]:
+    sys.exit(0)
+with open(os.environ["CALLS"], "a") as calls:
+    print("srun", *nodes, file=calls)
+tasks = [
+    subprocess.Popen(command, env=os.environ | {{
+        "SLURM_NTASKS": str(len(nodes)), "SLURM_PROCID": str(i), "SLURM_LOCALID": str(i),
+        "SLURM_STEP_NODELIST": "localhost"}})
+    for i in range(len(nodes))
+]
+(dead.parent / "pids").write_text(" ".join(str(task.pid) for task in tasks))
+sys.exit(max(abs(task.wait()) for task in tasks))
+"""
+
+
+@pytest.mark.processes
+def test_a_slurm_job_that_loses_a_node_goes_on_with_the_three_that_are_left(tmp_path: Path) -> None:
+    executable(tmp_path / "bin" / "srun", NODES_SRUN)
+    executable(tmp_path / "bin" / "scontrol", NODES_SCONTROL)
+    executable(tmp_path / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
+    run_dir, calls, dead = tmp_path / "run", tmp_path / "calls", tmp_path / "dead"
+    dead.touch()
+    hold = Hold(7, tmp_path)
+    job = {
+        "CALLS": str(calls), "DEAD": str(dead), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_NTASKS_PER_NODE": "1",
+    }  # fmt: skip
+    settings = ["global_batch_size=12", "per_device_batch_size=4", "checkpoint_period=3", "heartbeat_timeout_s=10"]
+    with open(tmp_path / "log", "wb") as log:
+        process = subprocess.Popen(
+            [LAUNCH / "slurm_survive.sh", *TINY_RUN, f"run_dir={run_dir}", "steps=12", *settings],
+            env=with_commands(tmp_path / "bin", **job, **hold.variables),
+            stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait_for(lambda: recorded(run_dir) >= 7 or process.poll() is not None)
+        os.kill(int((tmp_path / "pids").read_text().split()[2]), signal.SIGKILL)
+        dead.write_text("n2")
+        hold.release()
+        code = process.wait(300)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    output = (tmp_path / "log").read_text()
+    assert code == 0, output
+    assert calls.read_text().splitlines() == ["srun n0 n1 n2 n3", "srun n0 n1 n3"]
+    lines = read_metrics(run_dir)
+    assert [line["step"] for line in lines] == list(range(1, 13))
+    assert {line["global_batch_size"] for line in lines} == {12}
 
 
 def test_the_ray_job_runs_a_sweep_with_a_trial_on_every_node() -> None:
