@@ -166,7 +166,9 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
     if not any("batch_size" in layer for layer in [*below[1:], *above]):
         in_files = [layer for layer in above if {"micro_batch_size", "gradient_accumulation_steps"} <= layer.keys()]
         places = [layer["micro_batch_size"].where.rpartition(":")[0] for layer in in_files]
-        refuse_pairs_without_prompts(values, _values(_base_layer()), next(filter(None, places), None))
+        file = next(filter(None, places), None)  # one that states both has Axolotl's words
+        imports = {"micro_batch_size": f"maxbatch import axolotl {file}"} if file else {}
+        refuse_pairs_without_prompts(values, _values(_base_layer()), imports)
     return {name: settings[name] for name in keys()}
 
 

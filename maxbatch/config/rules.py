@@ -96,13 +96,13 @@ def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
         yield Displaced(rows, min(others), to_default=True)
 
 
-def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file: str | None = None) -> None:
+def refuse_pairs_without_prompts(values: Values, defaults: Values, remedies: Mapping[str, str]) -> None:
     """Raises ConfigError for keys of a batch of prompts if no layer states such a batch.
 
     Args:
       values: of all keys.
       defaults: of all keys.
-      axolotl_file: a config file whose batch keys are Axolotl's words, or None.
+      remedies: by key, what works in place of the values that its refusal would name.
     """
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != defaults[name]:
@@ -118,10 +118,8 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, axolotl_file:
             settings = {name: "null" if defaults[name] is None else str(defaults[name]).lower()}
             settings = {**(meant.settings.get(name, {}) if meant else {}), **settings}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
-            if axolotl_file is not None and name == "micro_batch_size":
-                works = f"maxbatch import axolotl {axolotl_file}"
             stated = str(values[name]).lower()  # numbers, and true or false
-            raise ConfigError(f"{name}={stated}: {rule}{elsewhere}; works: {works}")
+            raise ConfigError(f"{name}={stated}: {rule}{elsewhere}; works: {remedies.get(name, works)}")
 
 
 def check_data_paths(values: Keyed) -> None:
