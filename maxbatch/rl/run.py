@@ -46,7 +46,6 @@ from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, Start, TaskData, TaskModel, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
-from maxbatch.training.update.update_config import UpdateConfig
 
 
 def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) -> Outcome:
@@ -87,15 +86,18 @@ def open_policy_training(context: RunContext) -> OpenedPolicy:
       ConfigError: the config, the prompts or the rewards cannot be used, or the hosts have different prompts.
     """
     config = context.config
-    check_policy(config.rl, PromptConfig.of(config), config.compiled_dir)
+    prompting = PromptConfig.of(config)
+    check_policy(config.rl, prompting, config.compiled_dir)
     rewards = context.stack.enter_context(Rewards(config.rl))
     timeline = context.stack.enter_context(Timeline())
-    source = PromptSource(PromptConfig.of(config))
+    source = PromptSource(prompting)
     prompts = source.train()
     identity = broadcast(lambda: prompts.identity)
     check_same_data(f"dataset_path={config.dataset_path!r}", prompts.identity)
     data = TaskData(identity, prompts.num_prompts, jax.process_count(), unit="prompts")
-    return OpenedPolicy(context, UpdateConfig.of(config), rewards, timeline, source, prompts, data)
+    return OpenedPolicy(
+        context, LearnerConfig.of(config), RolloutConfig.of(config), rewards, timeline, source, prompts, data
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +105,8 @@ class OpenedPolicy:
     """Training of a policy whose prompts and rewards are open (`maxbatch.training.task.Opened`)."""
 
     context: RunContext
-    keys: UpdateConfig
+    keys: LearnerConfig
+    rollout: RolloutConfig
     rewards: Rewards
     timeline: Timeline
     prompt_source: PromptSource
@@ -149,13 +152,13 @@ class OpenedPolicy:
             sampling_mesh = lay_out_again(meshes.sampling, mesh)
         elif meshes.sampling is not meshes.training:
             sampling_mesh = lay_out(meshes.sampling, samplers)
-        learner = Learner(LearnerConfig.of(config), mesh)
+        learner = Learner(self.keys, mesh)
         num_pairs, group = batch.rollout_micro_batch_size * batch.num_generations, batch.num_generations
-        rollout, tokenizer = RolloutConfig.of(config), self.prompts.tokenizer
+        tokenizer = self.prompts.tokenizer
         workshop = Workshop(
             batch=batch,
             prompts=self.prompts,
-            roller=Roller(rollout, tokenizer, sampling_mesh, num_pairs, group, self.prompts.end_ids),
+            roller=Roller(self.rollout, tokenizer, sampling_mesh, num_pairs, group, self.prompts.end_ids),
             rewards=self.rewards,
             learner=learner,
             timeline=self.timeline,
@@ -229,9 +232,8 @@ class BuiltPolicy:
         transcripts = stack.enter_context(closing(log))
         evaluator = None
         if self.held_out:
-            rollout = RolloutConfig.of(config)
             evaluator = open_evaluator(
-                config.evaluation, rollout, self.held_out, planned.plan, planned.sampling_mesh, opened.rewards
+                config.evaluation, opened.rollout, self.held_out, planned.plan, planned.sampling_mesh, opened.rewards
             )
         running = RunningPolicy(opened, planned, position.step, ahead, transcripts, evaluator)
         if evaluator and position.step == 0:

@@ -55,7 +55,6 @@ from maxbatch.training.record.recorder import Output, Record, RecordConfig, Reco
 from maxbatch.training.resuming import changed_reads, changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Built, Opened, Running, Start
-from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
@@ -151,7 +150,7 @@ class Session(Generic[B]):
     def __init__(self, context: RunContext, opened: Opened[B], outputs: Sequence[Output] = ()) -> None:
         self._context, self.opened, self._outputs = context, opened, outputs
         self.config, self.console, self.folder = context.config, context.console, context.folder
-        self._clock = context.sessions
+        self._clock, self._recording = context.sessions, RecordConfig.of(context.config)
         self.checkpoints = self._open_checkpoints()
         with self._clock.during(TimePart.RESTORING):
             newest = self.checkpoints.newest() if self.checkpoints else None
@@ -349,7 +348,7 @@ class Session(Generic[B]):
                 output.settings(settings_of(self.config))
         length, peak_tflops = slots_per_sample(self.config), self.config.peak_tflops_per_device
         meter = ThroughputMeter(length, self.opened.model.flops_per_token, self._context.devices, peak_tflops)
-        return Recorder(RecordConfig.of(self.config), self.plan.manager, self.position, compiles, meter, opened)
+        return Recorder(self._recording, self.plan.manager, self.position, compiles, meter, opened)
 
     def _doing(self) -> str:
         """Returns the activity of the run, for a line about a wait."""
@@ -363,7 +362,7 @@ class Session(Generic[B]):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
-        log_period, counted = self.config.log_period, TrainedRecipe.of(self.config).counted
+        log_period, counted = self._recording.log_period, self._recording.recipe.counted
         yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted)
         yield from self._outputs
 

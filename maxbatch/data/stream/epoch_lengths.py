@@ -12,7 +12,6 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.stream.recipe import StreamRecipe
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.system.contents import content_stamp
@@ -40,7 +39,7 @@ def remember_length(config: StreamConfig, num_samples: int) -> None:
 
 def _is_made_here(config: StreamConfig) -> bool:
     """Returns whether an epoch comes from local files; listing files of a store takes requests."""
-    made_otherwise = StreamRecipe.of(config).has_answers or config.dataset_type in ("synthetic", *STORES)
+    made_otherwise = config.recipe.has_answers or config.dataset_type in ("synthetic", *STORES)
     paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
     return not made_otherwise and not any(map(is_remote, paths))
 

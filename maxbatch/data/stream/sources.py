@@ -25,7 +25,7 @@ from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
-from maxbatch.data.stream.recipe import Identity, Split, StreamRecipe
+from maxbatch.data.stream.recipe import Identity, Split
 from maxbatch.data.stream.rows import RowSource
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.synthetic import SyntheticRows
@@ -65,7 +65,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     documents, rule = _split_documents(config, store, fraction, held_out)
     if held_out and rule == "none" and not own_path:
         return None
-    recipe = StreamRecipe.of(config)
+    recipe = config.recipe
     # Only the content counts, not how it was stored (dataset_type, paths, fields).
     identity: Identity = {
         "content": store.manifest["content"],
@@ -84,7 +84,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
 
 def _row_identity(config: StreamConfig, store: Store) -> Identity:
     """Returns the settings that fix the rows; a store of another program has the special tokens that it has."""
-    identity = StreamRecipe.of(config).row_identity(config)
+    identity = config.recipe.row_identity(config)
     adds_tokens = not isinstance(store, MegatronStore)
     return {key: value for key, value in identity.items() if adds_tokens or key not in names_fixing(Fixes.TOKENS)}
 
@@ -133,7 +133,7 @@ def refuse_num_epochs(num_epochs: int | float | Fraction | None, mixture: tuple[
 
 def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
     """Returns the trained tokens of each source of conversations if known without reading data, else None."""
-    if not StreamRecipe.of(config).has_answers:
+    if not config.recipe.has_answers:
         return None
     try:
         mixture = read_mixture(config) or (MixtureSource("", Fraction(1), config),)
@@ -163,7 +163,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
         return None
     documents, rule = _split_documents(config, store, fraction, held_out=False)
     key = _packing_key(config, store, rule, held_out=False)
-    recipe = StreamRecipe.of(config)
+    recipe = config.recipe
     num_rows = recipe.num_rows_if_cached(config, Split(store, documents, key, tokenizer))
     if num_rows is None:
         return None
@@ -173,7 +173,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
 def _packing_key(config: StreamConfig, store: Store, rule: str, held_out: bool) -> dict[str, object]:
     """Returns the values that fix the lengths of a split's documents, and so their packing into rows."""
     manifest = store.manifest
-    overlong = {"overlong": config.overlong} if StreamRecipe.of(config).has_answers else {}
+    overlong = {"overlong": config.overlong} if config.recipe.has_answers else {}
     return {
         **overlong,
         **{name: manifest[name] for name in ("content", "tokenizer", "documents", "tokens")},
@@ -202,7 +202,7 @@ def _split_documents(
     config: StreamConfig, store: Store, fraction: HeldOutFraction, held_out: bool
 ) -> tuple[Documents, str]:
     """Returns the records of a split, and its rule."""
-    recipe = StreamRecipe.of(config)
+    recipe = config.recipe
     total = store.manifest["documents"] // recipe.documents_per_record
     if fraction.fraction:
         fraction.refuse_empty(total, recipe.store_records)
