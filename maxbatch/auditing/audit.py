@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 
@@ -89,7 +88,7 @@ class Audit:
         """The verdicts on broken promises."""
         return tuple(verdict for verdict in self.verdicts if verdict.status == "broken")
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """Returns the audit as an object of JSON."""
         promises = [asdict(verdict) for verdict in self.verdicts]
         for promise, verdict in zip(promises, self.verdicts, strict=True):

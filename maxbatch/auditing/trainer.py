@@ -35,7 +35,7 @@ class Layout(NamedTuple):
     rows_per_pass: int  # rows of one pass, of all devices together; the last pass may hold fewer
 
 
-Make = Callable[[Layout], Any]
+Make = Callable[[Layout], object]
 
 
 class Refused(Exception):
@@ -81,7 +81,7 @@ class Subject:
 
     def __init__(self, make: Make) -> None:
         self.make = make
-        self._made_before: dict[Layout, Any] = {}
+        self._made_before: dict[Layout, object] = {}
         self._reusable: dict[tuple[bool, bool], bool] = {}
         self._shapes: dict[str, tuple[int, ...]] | None = None
 
@@ -120,13 +120,13 @@ class Subject:
             state = saved.state if saved.problem else pickle.loads(saved.pickled)
         return self._updated(trainer, state, batches)[0]
 
-    def _is_same_again(self, trainer: Any, found: Run, batches: Sequence[Batch]) -> bool:
+    def _is_same_again(self, trainer: object, found: Run, batches: Sequence[Batch]) -> bool:
         try:
             return is_equal(found, self._run(trainer, batches))
         except Refused:
             return False
 
-    def _made(self, layout: Layout) -> Any:
+    def _made(self, layout: Layout) -> object:
         with _refusing():
             trainer = self.make(layout)
             lacking = [name for name in ("init", "step", "params") if not callable(getattr(trainer, name, None))]
@@ -137,7 +137,7 @@ class Subject:
             )
         return trainer
 
-    def _run(self, trainer: Any, batches: Sequence[Batch]) -> Run:
+    def _run(self, trainer: object, batches: Sequence[Batch]) -> Run:
         return self._updated(trainer, _init(trainer), batches)[0]
 
     def _updated(self, trainer: Any, state: Any, batches: Sequence[Batch]) -> tuple[Run, Any]:
@@ -219,7 +219,7 @@ def _rounding(array: np.ndarray) -> float:
     return 0.0 if array.dtype.kind in "biuO" else _LOW_PRECISION
 
 
-def _saved(state: Any) -> Saved:
+def _saved(state: object) -> Saved:
     try:
         return Saved(pickle.dumps(state))
     except BaseException as error:

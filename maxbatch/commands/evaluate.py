@@ -82,7 +82,7 @@ def _print(found: Mapping[str, Any]) -> None:
     PipeConsole(highlight=False, soft_wrap=True).print(table)
 
 
-def _rows(metrics: Mapping[str, Any]) -> Sequence[tuple[str, str, str, str, str]]:
+def _rows(metrics: Mapping[str, object]) -> Sequence[tuple[str, str, str, str, str]]:
     """Returns alias, metric, filter, value and standard error of each figure of a task."""
     alias = str(metrics.get("alias", ""))
     rows = []

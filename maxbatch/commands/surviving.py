@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fractions import Fraction
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, SurvivalRow, smaller_machines, survival_row
@@ -29,7 +29,7 @@ class SurvivingMachine(NamedTuple):
     batch: SurvivalRow
     figures: UpdateFigures | None  # None without `--topology`, or if the run is refused or the slice is not whole
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Returns the row for `plan --json`."""
         numbers = {
             name: float(value) if isinstance(value, Fraction) else value for name, value in self.batch._asdict().items()

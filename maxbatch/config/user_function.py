@@ -11,12 +11,11 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
 
 from maxbatch.config.values import nearest_name
 
 
-def import_function(spec: str) -> Callable[..., Any]:
+def import_function(spec: str) -> Callable[..., object]:
     """Imports and returns the function named by `spec`.
 
     Raises:
@@ -27,7 +26,7 @@ def import_function(spec: str) -> Callable[..., Any]:
         module = _file_module(place) if place.endswith(".py") else importlib.import_module(place)
     except BaseException as error:
         raise ImportError(f"cannot import {place} ({type(error).__name__}: {error})") from error
-    function: Callable[..., Any] | None = getattr(module, name, None)
+    function: Callable[..., object] | None = getattr(module, name, None)
     if not callable(function):
         problem = f"{name} is no function" if hasattr(module, name) else f"{place} has no {name}"
         names = [known for known, value in vars(module).items() if inspect.isfunction(value)]

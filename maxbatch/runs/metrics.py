@@ -170,7 +170,7 @@ def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
     return ScannedMetrics(records, holes)
 
 
-def is_weightless(record: Mapping[str, Any]) -> bool:
+def is_weightless(record: Mapping[str, object]) -> bool:
     """Returns whether an update's batch had no loss weight, so that its null loss does not mean divergence."""
     return record[Metric.LOSS] is None and record.get(Metric.LOSS_WEIGHT) == 0 and not record.get(Metric.SKIPPED)
 

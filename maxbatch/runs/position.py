@@ -79,7 +79,7 @@ class CheckpointRecord(NamedTuple):
     """The content of the JSON of a checkpoint."""
 
     position: Position
-    identity: dict[str, dict[str, Any]]  # the identity that a run must match to resume it, in parts: "data" and "model"
+    identity: dict[str, dict[str, object]]  # that a run must match to resume it: "data" and "model"
     checksum: int  # of all arrays, 32 bits
     hosts: tuple[int, int]  # hosts of the run that wrote it, and how many of them loaded data
     parameters: dict[str, StoredParameter] | None = None  # by name; None in a checkpoint made before they were summed

@@ -191,7 +191,7 @@ class SweepFolder:
         }  # fmt: skip
 
 
-def _without_value(records: Sequence[Mapping[str, Any]], metric: str) -> tuple[Status, str]:
+def _without_value(records: Sequence[Mapping[str, object]], metric: str) -> tuple[Status, str]:
     if records and metric in records[-1]:
         return Status.DIVERGED, f"its last {metric} is not finite"
     hint = "; is anything held out?" if metric == Metric.EVAL_LOSS else ""

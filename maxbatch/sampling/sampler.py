@@ -421,17 +421,17 @@ class _Some:
 
         return self._joined(jax.vmap(taken, (axis, 0), axis)(self._by_device(x, axis), numbers_SxR), axis)
 
-    def _put(self, x: Any, axis: int, new: Any) -> Any:
+    def _put(self, x: jax.Array, axis: int, new: jax.Array) -> jax.Array:
         def put(x: jax.Array, new: jax.Array, rows_R: jax.Array) -> jax.Array:
             return x.at[(slice(None),) * axis + (rows_R,)].set(new, unique_indices=True)
 
         whole, some = (self._by_device(array, axis) for array in (x, new))
         return self._joined(jax.vmap(put, (axis, axis, 0), axis)(whole, some, self.rows_SxR), axis)
 
-    def _by_device(self, x: Any, axis: int) -> Any:
+    def _by_device(self, x: jax.Array, axis: int) -> jax.Array:
         return x.reshape(*x.shape[:axis], len(self.rows_SxR), -1, *x.shape[axis + 1 :])
 
-    def _joined(self, x: Any, axis: int) -> Any:
+    def _joined(self, x: jax.Array, axis: int) -> jax.Array:
         return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
 
 

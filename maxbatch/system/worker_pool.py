@@ -234,7 +234,7 @@ class _Worker:
             self._connection.close()
             process.communicate()
 
-    def _receive(self, number: int, limit_s: float) -> tuple[Any, Exception | None]:
+    def _receive(self, number: int, limit_s: float) -> tuple[object, Exception | None]:
         """Returns the result with this number, and drops others."""
         end, answered = time.monotonic() + limit_s, None
         with self._telling_the_end():

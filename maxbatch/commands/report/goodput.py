@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Any
 
 from maxbatch.commands.report.runs import ReportedRun
 from maxbatch.pages.page import heading, paragraph, shares_bar, table
@@ -68,13 +67,13 @@ def _row(number: int, session: Session, num_lost: int) -> list[object]:
     ]  # fmt: skip
 
 
-def to_json(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+def to_json(runs: Sequence[ReportedRun]) -> dict[str, object]:
     """Returns the object of `maxbatch report --json`: goodput and seconds of all runs together, and of each."""
     seconds = total_seconds([session for run in runs for session in run.sessions])
     return {"goodput": goodput(seconds), "seconds": _rounded(seconds), "runs": [_run(run) for run in runs]}
 
 
-def _run(run: ReportedRun) -> dict[str, Any]:
+def _run(run: ReportedRun) -> dict[str, object]:
     seconds, losses = total_seconds(run.sessions), lost_updates(run.sessions)
     sessions = [
         session.to_json() | {"goodput": session.goodput, "updates_lost": lost}

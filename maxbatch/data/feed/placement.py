@@ -30,15 +30,15 @@ class TokenRows(Protocol):
     """Rows on devices, arrays [M, L]; a kind of rows may have further arrays of that shape."""
 
     @property
-    def tokens(self) -> Any:
+    def tokens(self) -> jax.Array:
         """int32, token ids."""
 
     @property
-    def segments(self) -> Any:
+    def segments(self) -> jax.Array:
         """int32, 1.. per document within a row, 0 at padding."""
 
     @property
-    def weights(self) -> Any:
+    def weights(self) -> jax.Array:
         """float32, loss weight of each token as a target; 0 at padding rows."""
 
 

@@ -111,7 +111,7 @@ class Blocks:
     def __getstate__(self) -> dict[str, object]:
         return {"folder": self._folder, "content": self._content, "sizes": self._sizes}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__init__(**state)  # type: ignore[misc]
 
     @property
@@ -119,7 +119,7 @@ class Blocks:
         """The size of the file of hashes, in bytes."""
         return self._total * _HASH.itemsize
 
-    def check(self, name: str, begin: int, data: Any) -> None:
+    def check(self, name: str, begin: int, data: object) -> None:
         """Checks bytes of a file from `begin`, a block's beginning, to the end of a block or of the file.
 
         Raises:

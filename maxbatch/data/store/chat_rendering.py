@@ -228,7 +228,7 @@ def environment() -> Any:
                 raise SecurityError(f"a namespace cannot hold {name!r}")
             super().__setitem__(name, value)
 
-    def namespace(*arguments: Any, **values: Any) -> PlainNamespace:
+    def namespace(*arguments: object, **values: object) -> PlainNamespace:
         made = PlainNamespace()
         for name, value in dict(*arguments, **values).items():
             made[name] = value

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Required, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, Required, TypedDict, TypeGuard, cast
 
 import numpy as np
 
@@ -311,7 +311,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     return manifest
 
 
-def _is_manifest(value: Any) -> TypeGuard[Manifest]:
+def _is_manifest(value: object) -> TypeGuard[Manifest]:
     if not isinstance(value, dict) or value.get("version") != VERSION:
         return False
     counts = ("documents", "tokens", "text_bytes", "skipped_records", "offsets_crc32")

@@ -132,7 +132,7 @@ def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
     }
 
 
-def _trained(parts: Sequence[RowSource]) -> dict[str, Any]:
+def _trained(parts: Sequence[RowSource]) -> dict[str, object]:
     """Returns the figures of conversations; empty for other documents."""
     figures = [rows.conversations for rows in parts if rows.conversations]
     if not figures:

@@ -34,7 +34,7 @@ _GATED, _PLAIN = ("silu", "gelu", "gelu_exact"), ("gelu", "gelu_exact")
 _BIASES = ("attention_bias", "mlp_bias")
 _LAYER_TYPES = {"sliding_attention": LOCAL, "full_attention": GLOBAL}
 # Fields of which only these values are supported; a file may lack them.
-_ONLY: dict[str, tuple[Any, ...]] = {
+_ONLY: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (False, None),
     "scale_attn_weights": (True, None),
     "scale_attn_by_inverse_layer_idx": (False, None),

@@ -71,11 +71,11 @@ def _is_real(value: Any) -> bool:
     return type(value) in (int, float) and abs(value) <= _MOST_REAL
 
 
-def _is_short_list(value: Any, kind: type) -> bool:
+def _is_short_list(value: object, kind: type) -> bool:
     return isinstance(value, list) and len(value) <= _MOST_LAYERS and all(isinstance(item, kind) for item in value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Returns whether a value is a text, a flag, null, a real number, a list of these, or an object of all of them."""
     if isinstance(value, dict):
         return all(map(_is_plain, value.values()))

@@ -48,7 +48,7 @@ class HarnessModel(TemplateLM):
         starts = (self._tokenizer.bos_id, self._tokenizer.eos_id, self._tokenizer.pad_id)
         return next(token for token in starts if token is not None)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: object) -> list[int]:
         """Returns the ids of a text, after the model's first token unless that is declined.
 
         A chat template writes special tokens itself.
@@ -105,7 +105,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def _loglikelihood_tokens(
-        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: Any
+        self, requests: Sequence[tuple[tuple[str, str], list[int], list[int]]], **unused: object
     ) -> list[tuple[float, bool]]:
         """Returns the scores of continuations; cuts the beginning of too long contexts."""
         rows = [tuple((context + continuation)[-(self._model.context + 1) :]) for _, context, continuation in requests]

@@ -208,7 +208,7 @@ def _of_folder(folder: str, option: str) -> list[str]:
     return found
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """Converts a table of results to JSON's types."""
     if isinstance(value, dict):
         return {str(key): _plain(one) for key, one in value.items()}

@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from maxbatch.config.values import Value
 from maxbatch.runs.json_file import read_json, write_json
@@ -227,7 +227,7 @@ class MLflow(Output):
         if run_id is None:
             for first in range(0, len(params), _MOST_IN_A_CALL):
                 self._client.log_batch(self.run_id, params=params[first : first + _MOST_IN_A_CALL])
-        self._waiting: list[Any] = []
+        self._waiting: list[object] = []
         self._flushed = time.monotonic()
 
     def _begin(self, run: TrackedRun) -> str:

@@ -130,7 +130,7 @@ class RunProgress:
         if remarks or step % self._log_period == 0 or step in (1, self._total):
             self._print(" | ".join([line, *remarks]))
 
-    def _line(self, record: dict[str, Any]) -> str:
+    def _line(self, record: dict[str, object]) -> str:
         reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]
         margin, accuracy = record.get(Metric.MARGIN), record.get(Metric.PAIR_ACCURACY)
         parts = (

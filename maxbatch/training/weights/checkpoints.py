@@ -75,7 +75,7 @@ class Restored(NamedTuple):
     ahead: str | None = None  # saved by its task for the batches ahead
 
 
-def model_identity(config: UpdateConfig) -> dict[str, Any]:
+def model_identity(config: UpdateConfig) -> dict[str, object]:
     """Returns the keys that fix the shapes and initial values of the parameters, and the optimizer's state.
 
     Adapters add their keys; their base model is the run's origin (`Checkpoints.origin`).
@@ -86,7 +86,7 @@ def model_identity(config: UpdateConfig) -> dict[str, Any]:
     return identity
 
 
-def _items(state: TrainState) -> list[tuple[str, Any]]:
+def _items(state: TrainState) -> list[tuple[str, object]]:
     """Returns the items of a checkpoint, by name."""
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
 
@@ -116,7 +116,7 @@ class Checkpoints:
         self,
         run_dir: AnyPath,
         keep: int | None,
-        identity: dict[str, dict[str, Any]],
+        identity: dict[str, dict[str, object]],
         warn: Callable[[str], None],
         num_loading_hosts: int = 1,
         run_id: str | None = None,
@@ -212,7 +212,7 @@ class Checkpoints:
     def check_identity(self, record: CheckpointRecord, which: str) -> None:
         """Raises ConfigError for a checkpoint with another dataset, seed, tokenizer or model; `which` names it."""
         for part, mine in self._identity.items():
-            theirs = (
+            theirs: dict[str, object] = (
                 {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
             )
             if part == "data" and END_TOKENS in mine:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import zlib
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,22 +17,23 @@ from jax.sharding import NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.parameters import parameter_path
-from maxbatch.parallel.trees import State
+from maxbatch.parallel.trees import KeyPath, State, Tree
 from maxbatch.runs.position import CheckpointRecord, StoredParameter
 from maxbatch.system.hashing import mixed
+from maxbatch.training.update.state import TrainState
 
 CHECKSUMS = "checksums"  # name of the compiled program
 # From the Fibonacci lattice, so that indices within a device's array do not collide in a pattern.
 _AXIS, _PLACE = np.uint32(0x9E3779B1), np.uint32(0xCC9E2D51)
 
 
-def array_checksums(arrays: Any) -> np.ndarray:
+def array_checksums(arrays: Tree) -> np.ndarray:
     """Returns the checksum of every array of a tree, uint32[leaves]; all hosts of the mesh must call it."""
     sums: np.ndarray = jax.device_get(_program(_whole_on_all(arrays))(arrays))
     return sums
 
 
-def lower_checksums(abstract: Any) -> jax.stages.Lowered:
+def lower_checksums(abstract: Tree) -> jax.stages.Lowered:
     """Lowers the checksum program for the shapes and shardings of a tree."""
     lowered: jax.stages.Lowered = _program(_whole_on_all(abstract)).lower(abstract)
     return lowered
@@ -45,7 +45,7 @@ def combined(sums: np.ndarray) -> int:
 
 
 @jax.jit
-def word_sum(arrays: Any) -> jax.Array:
+def word_sum(arrays: Tree) -> jax.Array:
     """Returns the uint32 sum of all words regardless of position, the checksum of older checkpoints."""
     return jnp.stack([_words(leaf).sum(dtype=jnp.uint32) for leaf in jax.tree.leaves(arrays)]).sum(dtype=jnp.uint32)
 
@@ -70,12 +70,14 @@ def damage_of_parameters(stored: dict[str, StoredParameter], params: State, sums
     return f"{differing[0]} does not match its checksum" if differing else None
 
 
-def damage_of_state(record: CheckpointRecord, state: Any, sums_of: Callable[[Any], np.ndarray]) -> str | None:
+def damage_of_state(
+    record: CheckpointRecord, state: TrainState, sums_of: Callable[[TrainState], np.ndarray]
+) -> str | None:
     """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the difference, or None.
 
     Args:
       record: the checkpoint's JSON.
-      state: the saved `TrainState`.
+      state: saved.
       sums_of: computes the checksums of its arrays.
     """
     if record.parameters is None:
@@ -86,20 +88,20 @@ def damage_of_state(record: CheckpointRecord, state: Any, sums_of: Callable[[Any
     return None if combined(sums) == record.checksum else "the optimizer's state does not match its checksum"
 
 
-def parameter_name(path: Any) -> str:
+def parameter_name(path: KeyPath) -> str:
     """Returns the name of a parameter in a checkpoint's JSON and in messages."""
     return ".".join(parameter_path(path))
 
 
 @functools.cache
-def _program(place: Sharding) -> Any:
-    def sums(arrays: Any) -> jax.Array:
+def _program(place: Sharding) -> jax.stages.Wrapped:
+    def sums(arrays: Tree) -> jax.Array:
         return jnp.stack([_checksum(leaf) for leaf in jax.tree.leaves(arrays)])
 
     return jax.jit(sums, out_shardings=place)
 
 
-def _whole_on_all(arrays: Any) -> Sharding:
+def _whole_on_all(arrays: Tree) -> Sharding:
     sharding: Sharding = jax.tree.leaves(arrays)[0].sharding
     return NamedSharding(sharding.mesh, P()) if isinstance(sharding, NamedSharding) else sharding
 

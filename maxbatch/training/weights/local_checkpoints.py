@@ -100,7 +100,7 @@ class LocalCheckpoints:
         self._writer = ThreadPoolExecutor(1, "maxbatch-local-checkpoint")
         self._written: tuple[int, Future[None]] | None = None  # the current save
         self._has_warned = False  # of failed saves since the last success
-        self._passing: dict[int, Future[Any]] = {}  # by array: the program that sends blocks to the next host
+        self._passing: dict[int, Future[jax.stages.Compiled]] = {}  # by array: sends blocks to the next host
         self._parts: list[StoredPart] = []
         self._damages: dict[int, str] = {}  # faults of unusable states, by step
         self._foreign: set[int] = set()  # steps of another run's states
@@ -232,7 +232,7 @@ class LocalCheckpoints:
 
     def compile(self, abstract: TrainState, background: Background) -> None:
         """Starts compiling the programs of a save, ahead of the first one."""
-        programs: dict[Any, Future[Any]] = {}
+        programs: dict[object, Future[jax.stages.Compiled]] = {}
         for array, leaf in enumerate(jax.tree.leaves(abstract.saved)):
             if not _needs_a_copy(leaf):
                 continue
@@ -358,7 +358,7 @@ def _next_places(sharding: NamedSharding) -> list[int]:
     return [after for _, after in sorted(pairs)]
 
 
-def _passed_on(sharding: NamedSharding) -> Any:
+def _passed_on(sharding: NamedSharding) -> jax.stages.Wrapped:
     """Returns a program that sends each block of an array onwards; its result has the blocks side by side."""
     axes, pairs = sharding.mesh.axis_names, list(enumerate(_next_places(sharding)))
 

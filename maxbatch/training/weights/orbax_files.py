@@ -66,7 +66,7 @@ def arrays_handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
 
 
-def restore_as(abstract: Any, partial: bool = False) -> ocp.args.PyTreeRestore:
+def restore_as(abstract: object, partial: bool = False) -> ocp.args.PyTreeRestore:
     """Returns Orbax's request for arrays on the shardings of `abstract`; `partial`: there may be others."""
     restore_args = ocp.checkpoint_utils.construct_restore_args(abstract)
     return ocp.args.PyTreeRestore(abstract, restore_args=restore_args, partial_restore=partial)
@@ -153,7 +153,7 @@ def let_failed_arrays_end_quietly() -> None:
     asyncio_utils._run_sync_via_new_loop = _run_on_new_loop
 
 
-def _run_on_new_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+def _run_on_new_loop(coroutine: Coroutine[object, object, T]) -> T:
     """Runs a coroutine on a new event loop, which stays open if the coroutine fails.
 
     TensorStore reports every array to the loop, and prints a traceback if the loop is closed.
@@ -184,7 +184,7 @@ def staged_below(folder: AnyPath, token: str) -> type[CommitFileTemporaryPath]:
 
     class Staged(CommitFileTemporaryPath):
         @classmethod
-        def from_final(cls, final_path: epath.Path, **options: Any) -> Staged:
+        def from_final(cls, final_path: epath.Path, **options: object) -> Staged:
             is_step = os.fspath(final_path.parent) == str(folder)
             name = f"{fences.BUILDING}{token}-{final_path.name}"
             staging = final_path.parent / name if is_step else final_path  # an item stays within its step
@@ -222,7 +222,7 @@ class PatientFiles(backend._FileSystemSpecBackend):
     def glob(self, path: AnyText) -> list[str]:
         return _patiently(path, partial(super().glob, path))
 
-    def stat(self, path: AnyText) -> Any:
+    def stat(self, path: AnyText) -> object:
         return _patiently(path, partial(super().stat, path))
 
     def mkdir(self, path: AnyText, *, exist_ok: bool = False, mode: int | None = None) -> None:
