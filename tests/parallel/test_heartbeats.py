@@ -13,6 +13,7 @@ import pytest
 
 from maxbatch.parallel.deaths import death_of, silence_of
 from maxbatch.parallel.heartbeats import backstop_of
+from maxbatch.system.cpu_devices import variables_of_host
 from maxbatch.system.ports import free_port
 from tests.helpers.command import environment, start
 from tests.helpers.processes import children_of, wait_for
@@ -34,13 +35,10 @@ with together(report, int(sys.argv[1]), lambda: 12):
 
 def start_hosts(folder: Path, *command: str) -> list[subprocess.Popen[str]]:
     """Starts three hosts as a cluster does, without a parent that watches them; `HOST` is replaced by their index."""
-    cluster = {
-        "JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "3",
-        "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo", "JAX_PLATFORMS": "cpu",
-    }  # fmt: skip
+    port = free_port()
     hosts = []
     for index in range(3):
-        variables = environment() | cluster | {"JAX_PROCESS_ID": str(index)}
+        variables = environment() | variables_of_host(port, 3, index) | {"JAX_PLATFORMS": "cpu"}
         words = [sys.executable, *(word.replace("HOST", str(index)) for word in command)]
         with (folder / f"errors{index}").open("w") as errors:
             hosts.append(

@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from maxbatch.system.cpu_devices import variables_of_host
 from maxbatch.system.ports import free_port
 from tests.helpers.command import environment
 from tests.helpers.tiny import TINY_RUN
@@ -39,10 +40,7 @@ def start_hosts(
                 "SLURM_PROCID": str(index), "SLURM_LOCALID": "0", "JAX_COORDINATOR_PORT": str(port),
             }  # fmt: skip
         else:
-            joined |= {
-                "JAX_COORDINATOR_ADDRESS": f"localhost:{port}", "JAX_NUM_PROCESSES": str(len(own)),
-                "JAX_PROCESS_ID": str(index),
-            }  # fmt: skip
+            joined |= variables_of_host(port, len(own), index)
         command = commands[index] if commands else "train"
         line = [sys.executable, "-m", "maxbatch", command, *arguments, *more, "--simulate-devices", "1"]
         hosts.append(subprocess.Popen(

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.config.loading import load_config
+from maxbatch.parallel.hosts import together
 from maxbatch.runs.position import committed_steps
-from maxbatch.system.ports import free_port
+from maxbatch.system.errors import report
 from maxbatch.system.storage import AnyPath, as_path, copy_tree
+from maxbatch.testing import Pod, run
 from maxbatch.training.pretraining import train
-from tests.helpers.command import environment
 from tests.helpers.stores import Store
 from tests.helpers.tiny import assert_same_run, tiny_config
 from tests.training.test_remote_runs import RAMPED, names, records
@@ -32,37 +30,15 @@ def keys_of(place: str, run: str) -> list[str]:
     return [*RAMPED, *data, f"run_dir={place}/{run}"]
 
 
-# What `maxbatch train` does, again and again: to start costs a host more than to train such runs.
-TRAIN_EACH = """
-import json, sys
-from maxbatch.commands.simulation import simulate_devices
-simulate_devices(2)
-from maxbatch.config.loading import load_config
-from maxbatch.parallel.hosts import together
-from maxbatch.system.errors import report
-from maxbatch.training.pretraining import train
-with together(report, 30, lambda: None):
-    for keys in json.loads(sys.argv[1]):
-        train(load_config(overrides=keys))
-"""
-
-
 def train_on_four_hosts(runs: Sequence[Sequence[str]]) -> None:
     """Trains runs one after the other on the same four hosts of two devices each."""
-    names = {"JAX_COORDINATOR_ADDRESS": f"localhost:{free_port()}", "JAX_NUM_PROCESSES": "4"}
-    names["JAX_CPU_COLLECTIVES_IMPLEMENTATION"] = "gloo"
-    with contextlib.ExitStack() as stack:
-        hosts = []
-        for index in range(4):
-            variables = environment() | names | {"JAX_PROCESS_ID": str(index)}
-            command = [sys.executable, "-c", TRAIN_EACH, json.dumps(runs)]
-            host = subprocess.Popen(
-                command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-            )
-            hosts.append(stack.enter_context(host))
-            stack.callback(host.kill)
-        errors = [host.communicate(timeout=600)[1] for host in hosts]
-    assert [host.returncode for host in hosts] == [0] * 4, errors[0]
+
+    def train_each(pod: Pod) -> None:
+        with together(report, 30, lambda: None):
+            for keys in runs:
+                train(load_config(overrides=keys))
+
+    run(train_each, devices=8, hosts=4, timeout=600)
 
 
 def stated(run_dir: AnyPath, place: str) -> str:
