@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _measure(name: str, quick: bool) -> list[dict[str, Any]] | None:
-    """The records of one benchmark, None where it failed (and said why)."""
+    """Returns the records of one benchmark; None if it failed, with a message."""
     with tempfile.TemporaryDirectory(prefix="maxbatch-benchmark-") as folder:
         output = Path(folder, "records.json")
         environment = os.environ | {

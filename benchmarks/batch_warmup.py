@@ -54,7 +54,7 @@ class _Run:
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Final eval losses of the three, and what the schedule saves."""
+    """Returns the final eval losses of the three, and the schedule's savings."""
     size = _QUICK if quick else _FULL
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -13,7 +13,7 @@ from maxbatch.system.cpu_devices import give_cpu_devices_threads
 
 
 def main(name: str, output: str, size: str) -> int:
-    """Measures and writes the records; 1 where the benchmark has nothing to say."""
+    """Measures and writes the records; returns 1 if the benchmark has none."""
     quick = size == "quick"
     give_cpu_devices_threads()
     try:

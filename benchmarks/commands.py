@@ -19,7 +19,7 @@ def environment(**variables: str | Path) -> dict[str, str]:
 
 
 def start(module: str, *arguments: str, log: Path, cache: Path, **variables: str) -> subprocess.Popen[bytes]:
-    """Starts `python -m module arguments`; what it prints goes to `log`, what it caches into `cache`."""
+    """Starts `python -m module arguments`, with output to `log` and caches in `cache`."""
     with open(log, "wb") as output:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],

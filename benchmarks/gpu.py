@@ -83,7 +83,7 @@ class Bench:
         return log.read_text(errors="replace")
 
     def part(self, name: str, *arguments: str) -> Any:
-        """Runs a part of this module; returns what it wrote."""
+        """Runs a part of this module; returns its output."""
         output = self.folder / f"{name}.json"
         self.run(name, "benchmarks.gpu", name.partition(".")[0], str(output), *arguments)
         return json.loads(output.read_text())

@@ -67,7 +67,7 @@ def measure(quick: bool) -> list[Measurement]:
 
 
 def prepare(bucket: str, folder: Path) -> None:
-    """Writes tokens into a bucket: enough that no two rows of an update are likely to lie side by side."""
+    """Writes tokens into a bucket, enough that rows of an update are unlikely to be adjacent."""
     documents = folder / "documents.jsonl"
     documents.write_text("\n".join(json.dumps({"text": f"{number} " + "word " * 400}) for number in range(5000)))
     if main(["prepare", "dataset_type=jsonl", f"dataset_path={documents}", "--output", f"{bucket}/tokens"]):

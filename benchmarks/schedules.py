@@ -54,7 +54,7 @@ class Ended(NamedTuple):
 
 
 class Difference(NamedTuple):
-    """The losses of one schedule less those of another, seed by seed.
+    """Returns the differences of two schedules' losses, seed by seed.
 
     Attributes:
       each: by seed.

@@ -19,7 +19,7 @@ _QUICK = ("dataset_type=synthetic", "base_num_decoder_layers=1")
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Seconds, cold and warm, and of which phases they are made."""
+    """Measures cold and warm starts in seconds, by phase."""
     overrides = (*_OVERRIDES, *(_QUICK if quick else ()))
     seconds: dict[str, list[float]] = {"cold": [], "warm": []}
     phases: dict[str, list[dict[str, float]]] = {"cold": [], "warm": []}

@@ -52,7 +52,7 @@ def _of_a_run(quick: bool) -> Measurement:
 
 
 def _of_a_far_store(scheme: str, quick: bool) -> Measurement:
-    """Measures the feed of a run whose step takes 100 ms, whatever this machine can do in it."""
+    """Measures the feed of a run with steps of 100 ms, on any machine."""
     steps = 10 if quick else 200
     with serving(scheme) as store, tempfile.TemporaryDirectory() as folder:
         bucket = store.bucket()

@@ -1,4 +1,4 @@
-"""Every test sees eight CPU devices and caches of its own; both must stand before JAX starts."""
+"""Every test has eight CPU devices and its own caches; both must be set before JAX starts."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ gc.set_threshold(50_000, 20, 100)  # as the command line does, and for its reaso
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Marks what needs stores or is slow; files with many long tests run first, so that the workers finish together."""
+    """Marks tests that need stores or are slow; files with many long tests run first, so workers finish together."""
     for item in items:
         if {"gs", "s3", "store"} & set(item.fixturenames):
             item.add_marker(pytest.mark.stores)

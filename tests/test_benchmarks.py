@@ -1,4 +1,4 @@
-"""The benchmarks run end to end, and what they write can be read by a program."""
+"""The benchmarks run end to end, with machine-readable output."""
 
 from __future__ import annotations
 

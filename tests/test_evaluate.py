@@ -1,4 +1,4 @@
-"""Scores of lm-evaluation-harness: the same at any batch and on any devices, and those of transformers."""
+"""Scores of lm-evaluation-harness: the same for any batch and devices, and equal to transformers'."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every example runs as it stands, and does what it says."""
+"""Every example runs unchanged, and does what it promises."""
 
 from __future__ import annotations
 

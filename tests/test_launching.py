@@ -1,4 +1,4 @@
-"""The files of launch/: what can be said of them without a cluster, and SLURM's with a stand-in for SLURM."""
+"""The files of launch/: checks without a cluster, and SLURM's script with a stand-in for SLURM."""
 
 from __future__ import annotations
 

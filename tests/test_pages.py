@@ -1,4 +1,4 @@
-"""Every command of README and of the pages in docs/ works as it stands there.
+"""Every command of README and of the pages in docs/ works unchanged.
 
 By default each one is parsed and its config planned, and what needs no training is run and compared with the output
 that the page shows. The tests marked pages run whole pages, in their order, with few updates of a tiny model.
@@ -138,7 +138,7 @@ def test_every_command_of_a_page_runs(
 def run_page(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> list[tuple[Command, str]]:
-    """Runs the commands of a page in their order; returns each with what it printed."""
+    """Runs the commands of a page in order; returns each with its output."""
     is_measured = any(command.name == "critical-batch" for command in commands_of(page))
     tiny = {f"MAXBATCH_{key}": value for key, value in (TINY | (MEASURED if is_measured else {})).items()}
     Path("batch_size").write_text(SMALL_SWEEP)

@@ -1,4 +1,4 @@
-"""The site: pictures and reference are those of the source, and a browser shows every page whole."""
+"""The site: pictures and reference match the source, and a browser shows every page whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cause that an audit gives is the planted one, or none; what rounds in bfloat16 is no fault by its size."""
+"""An audit names the planted cause, or none; rounding in bfloat16 is not mistaken for a fault."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Generation: what is drawn, where it stops, and that it compiles once."""
+"""Generation: draws, stops, and a single compilation."""
 
 from __future__ import annotations
 

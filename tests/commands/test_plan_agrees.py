@@ -1,4 +1,4 @@
-"""Plan and train agree: whatever `plan` accepts, the checks of `train` accept; what it names after `works:` works."""
+"""Plan and train agree: `train` accepts every config that `plan` accepts, and settings after `works:` work."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def checks_of_train(config: Config, devices: int, hosts: int) -> None:
 
 
 def accepted(stated: dict[str, str], devices: int, hosts: int) -> tuple[bool, str]:
-    """Returns whether `maxbatch plan` accepts overrides, and what it says if not."""
+    """Returns whether `maxbatch plan` accepts overrides, and its message if not."""
     parser = argparse.ArgumentParser()
     plan_command.add_arguments(parser)
     words = [f"{name}={text}" for name, text in stated.items()]

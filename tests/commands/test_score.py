@@ -66,7 +66,7 @@ def softmax_of(run_dir: Path, tokens: list[int]) -> np.ndarray:
 
 
 def expected(run_dir: Path, tokens: list[int]) -> np.ndarray:
-    """The log-probabilities of one row by itself, from the whole softmax in float32."""
+    """The log-probabilities of a single row, from the whole softmax in float32."""
     return softmax_of(run_dir, tokens)[np.arange(len(tokens) - 1), tokens[1:]]
 
 

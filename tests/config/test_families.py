@@ -27,7 +27,7 @@ def nodes() -> Iterator[tuple[str, ast.AST]]:
 
 
 def files_with(words: set[str]) -> set[str]:
-    """Returns the files that have one of these texts, the name of a tensor by that of its module."""
+    """Returns the files with one of these texts, a tensor's name by its module's."""
     texts = {(file, node.value) for file, node in nodes() if isinstance(node, ast.Constant)}
     return {file for file, text in texts if isinstance(text, str) and text.removesuffix(".weight") in words}
 

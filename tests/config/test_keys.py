@@ -1,4 +1,4 @@
-"""The rows of the config's keys: base.yml agrees with them, and the identities made from them are those of before."""
+"""The table of config keys: base.yml agrees with it, and identities made from it are unchanged."""
 
 from __future__ import annotations
 

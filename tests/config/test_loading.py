@@ -1,4 +1,4 @@
-"""The config: what a text means for a key, which layer wins, and what is said about bad input."""
+"""The config: parsing of values, precedence of layers, and messages about bad input."""
 
 from __future__ import annotations
 

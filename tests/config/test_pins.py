@@ -1,4 +1,4 @@
-"""Every key has its place in what hosts share and in what a resume tells; no difference of two configs is silent."""
+"""Every key has a rule for hosts and for resumes; no difference between two configs is silent."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def other_values(key: Key) -> list[Value]:
 
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[str, Value, int, set[int]]:
-    """A key, another value of it, a number of hosts, and those of them that have it."""
+    """A key, another value of it, a number of hosts, and the hosts with that value."""
     key = draw(st.sampled_from(list(keys().values())))
     value = draw(st.sampled_from(other_values(key)))
     num_hosts = draw(st.integers(2, 5))
@@ -67,7 +67,7 @@ def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harm
 
 
 def test_a_key_whose_value_hosts_need_not_share_names_a_place() -> None:
-    """So a new key is compared by its value, unless its row says otherwise."""
+    """So a new key is compared by value unless its row states otherwise."""
     for name, key in keys().items():
         if shared(name) is not Shared.VALUE:
             assert key.kind in PLACES or name == "reward"

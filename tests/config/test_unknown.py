@@ -33,7 +33,7 @@ def test_every_row_names_keys_that_there_are_and_says_why() -> None:
 
 
 def answered(row: Word, message: str) -> bool:
-    """Whether a message names what a word is here, or that it is nothing."""
+    """Whether a message names a word's counterpart, or its lack."""
     if row.keys:
         return all(key in message for key in row.keys)
     return "can be left out" in message if row.is_ignored else "is not supported" in message

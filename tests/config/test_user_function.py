@@ -1,4 +1,4 @@
-"""A user's function is known by its source and that of what it imports of its own, wherever the files lie."""
+"""A user's function is identified by its source and its own imports' source, independent of paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Scalars: what survives writing and reading, and that no text is anything but a value or an error."""
+"""Scalars: values survive writing and reading, and any text gives a value or an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Words that state a batch together: what `works:` names, typed in their place, gives the other framework's batch."""
+"""Words that state a batch together: the settings after `works:` give the other framework's batch."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ QUICK_TO_COMPILE = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion
 
 
 def environment() -> dict[str, str]:
-    """The test's environment without what a command sets for itself: fake devices, their threads, a TPU's flags."""
+    """The test's environment without a command's own settings: fake devices, their threads, a TPU's flags."""
     inherited = {name: value for name, value in os.environ.items() if name not in ("PJRT_NPROC", "LIBTPU_INIT_ARGS")}
     return inherited | {"XLA_FLAGS": QUICK_TO_COMPILE, "COLUMNS": "100"}
 

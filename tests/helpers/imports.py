@@ -11,7 +11,7 @@ from maxbatch.config.sections import Config
 
 
 def imported(name: str, path: Path, text: str) -> tuple[Config, dict[str, Fate]]:
-    """Returns the config that a file becomes, and what became of each word."""
+    """Returns the config of an imported file, and the fate of each word."""
     path.write_text(text)
     translation, _ = translated(name, path)
     run = path.with_name("imported.yml")

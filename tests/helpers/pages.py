@@ -83,7 +83,7 @@ def _in_line(line: str) -> Iterator[Command]:
 
 
 def is_shown(shown: str, printed: str) -> bool:
-    """Whether a page's output is the printed one; `...` stands for any lines, at the end of a line for its rest."""
+    """Whether a page's output matches the printed one; `...` matches any lines, or the rest of a line."""
     lines = ["(?:.*\n)*?" if line == "..." else _pattern(line) for line in shown.rstrip().splitlines()]
     clean = "".join(f"{line.rstrip()}\n" for line in printed.splitlines())
     return re.fullmatch("".join(lines), clean) is not None

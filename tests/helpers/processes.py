@@ -1,4 +1,4 @@
-"""Processes of a test: whether they live, and waiting for what they do."""
+"""Processes of a test: liveness, and waits for their actions."""
 
 from __future__ import annotations
 

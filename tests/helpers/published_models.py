@@ -1,4 +1,4 @@
-"""What the `config.json` files of published models say, as far as a model depends on it, and their parameter counts."""
+"""Fields of published models' `config.json` files that determine the model, and parameter counts."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ class Store:
         return f"{self.scheme}://{name}"
 
     def plan(self, **fields: Any) -> None:
-        """Plans what happens to requests from now on; nothing: all goes well."""
+        """Plans the faults of requests from now on; without arguments there are none."""
         assert self._ask("POST", "/__plan__", json.dumps(fields).encode())[0] == 200
 
     @contextlib.contextmanager
@@ -74,7 +74,7 @@ class Store:
             self.plan()
 
     def forget(self) -> None:
-        """Begins to count anew."""
+        """Resets the counts."""
         self._ask("DELETE", "/__log__")
 
     def requests(self) -> list[list[Any]]:

@@ -1,4 +1,4 @@
-"""Sweep files and what a sweep plans from them; shared by the tests of sweeps."""
+"""Sweep files and their plans, shared by the tests of sweeps."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def wait_until_free(folder: SweepFolder) -> None:
 
 
 def write_evals(trial: Trial, *losses: float) -> None:
-    """Write what a trial would have recorded: an eval every second update."""
+    """Writes the records of a trial: an eval every second update."""
     fixed = {"global_batch_size": 2, "stage": 0, "loss": 1.0, "learning_rate": 1e-3}
     lines: list[dict[str, Any]] = [
         {"step": step, "samples_seen": 2 * step, "tokens_seen": 64 * step, **fixed}

@@ -1,4 +1,4 @@
-"""Commands in a terminal of a given width, and what its screen shows in the end."""
+"""Commands in a terminal of a given width, and its final screen."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Terminal:
 
 
 def plain(written: str) -> list[str]:
-    """Returns the lines that were written, without colours; of a line that was written over, what came last."""
+    """Returns the written lines, without colours; of an overwritten line, the last text."""
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", written).replace("\r\n", "\n")
     return [line.split("\r")[-1] for line in text.split("\n")]
 

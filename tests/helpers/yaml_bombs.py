@@ -1,4 +1,4 @@
-"""YAML of few bytes that stands for much."""
+"""Small YAML texts that expand to large values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Attention sees what it should: the past of its own document, at relative positions."""
+"""Attention sees only the past of its own document, at relative positions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_attention_agrees_with_the_formula_in_value_and_gradient(kv_heads: int, 
         return attend(*qkv, segments)
 
     def reference(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        """Written out: one softmax a query, over what it may see."""
+        """A plain version: one softmax per query, over its visible keys."""
         k, v = (jnp.repeat(x, H // kv_heads, axis=2) for x in (k, v))
         logits = jnp.einsum("mqnh,mknh->mnqk", q, k).astype(jnp.float32) / HEAD_DIM**0.5
         same_document = segments[:, None, :, None] == segments[:, None, None, :]

@@ -1,4 +1,4 @@
-"""The decoder: what a position may depend on, and what must not change the result."""
+"""The decoder: dependencies of a position, and settings without effect on the result."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_document_means_the_same_wherever_it_lies_in_the_row() -> None:
 
 
 def test_a_document_has_the_rope_factors_of_its_own_length_beside_others() -> None:
-    """LongRoPE has others for long documents than for short ones, whatever the length of the row."""
+    """LongRoPE's factors depend on the document's length, not on the row's."""
     decoder, tokens = decoder_of(*LONG_ROPE), tokens_of(1)
     packed = hidden(decoder, tokens, jnp.asarray([[1] * 10 + [2] * (LENGTH - 10)]))
     short, long = tokens[:, :10], tokens[:, 10:]

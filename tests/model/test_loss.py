@@ -1,4 +1,4 @@
-"""The fused loss against the plain one, however it is cut, and what it does not compute."""
+"""The fused loss against the plain one for any cut, and the work that it skips."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The parameters of a decoder are those of the table, with its shapes and axes, in every family."""
+"""A decoder's parameters match the table, with its shapes and axes, in every family."""
 
 from __future__ import annotations
 

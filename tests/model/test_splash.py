@@ -1,4 +1,4 @@
-"""Splash attention against the plain path, on a mesh of CPU devices; and what may be stated as `attention`."""
+"""Splash attention against the plain path, on a mesh of CPU devices; and the values of `attention`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures: what the plotting library takes, and what they show."""
+"""Figures: input of the plotting library, and content."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ def test_a_dead_host_is_named_and_ends_the_others_in_time(
 
 @pytest.mark.processes
 def test_hosts_that_are_all_stopped_and_continued_go_on(tmp_path: Path) -> None:
-    """As by Ctrl-Z and `fg`: for longer than the timeout, of which nobody was silent while the others looked."""
+    """As by Ctrl-Z and `fg`: all stop for longer than the timeout, but no host is silent while others watch."""
     hosts = start_hosts(tmp_path, "-c", IDLE, "10", str(tmp_path / "readyHOST"))
     try:
         ready = [tmp_path / f"ready{index}" for index in range(3)]

@@ -69,7 +69,7 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(
 
 @pytest.mark.processes
 def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_tell(tmp_path: Path) -> None:
-    """Four hosts, two of them, one process, and two of which one loads."""
+    """Four hosts, two hosts, one process, and two hosts with one loading."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
     ramp = ("batch_size_schedule=0:8 50:16 200:24", "steps=22", "checkpoint_period=4")
     code, output = finish(train(reference, *ramp, "per_device_batch_size=4"))

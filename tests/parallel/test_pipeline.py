@@ -1,4 +1,4 @@
-"""A pipeline computes what the layers compute one after another, in the ticks that the plan says."""
+"""A pipeline computes the same as its layers in sequence, in the planned ticks."""
 
 from __future__ import annotations
 

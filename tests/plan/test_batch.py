@@ -217,7 +217,7 @@ REJECTIONS: list[tuple[list[str], int, int, str]] = [
 
 
 def plan_as_told(error: ConfigError, stated: dict[str, str], num_devices: int, num_hosts: int = 1) -> None:
-    """Plan with what the message names in place of what was stated."""
+    """Plans with the message's settings in place of the stated ones."""
     works = dict(word.split("=", 1) for word in shlex.split(str(error).partition("; works: ")[2]))
     assert works
     plan_of([f"{key}={value}" for key, value in (stated | works).items()], num_devices, num_hosts)

@@ -1,4 +1,4 @@
-"""The rows of docs/batch-size.md that count samples: emulated in a few lines, and planned as the page says."""
+"""The rows of docs/batch-size.md that count samples: emulated in a few lines, and planned as on the page."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def ddp(batch_size: int, world: int, sampled: bool = True) -> Update:
 
 
 def ddp_shuffled(batch_size: int, seeds: Sequence[int]) -> Update:
-    """Ranks without a sampler, of which each shuffles all ids by its own seed."""
+    """Ranks without a sampler; each shuffles all ids by its own seed."""
     ranks = [random.Random(seed).sample(STREAM, len(STREAM)) for seed in seeds]
     return [row for ids in ranks for row in next(loader(batch_size, ids))]
 

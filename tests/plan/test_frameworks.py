@@ -1,4 +1,4 @@
-"""The batch in other frameworks' words: their own arithmetic, done on what `plan --words` prints, gives our batch."""
+"""The batch in other frameworks' words: their arithmetic on the output of `plan --words` gives our batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that do nothing are told once, by the plan and by training."""
+"""Values without effect are reported once, by the plan and by training."""
 
 from __future__ import annotations
 

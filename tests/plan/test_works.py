@@ -97,7 +97,7 @@ def plan_of(stated: Stated, machine: dict[str, int], **keywords: Any) -> BatchPl
 
 
 def follow(stated: Stated, machine: dict[str, int], **keywords: Any) -> list[str]:
-    """Returns the messages until the plan stands."""
+    """Returns the messages until a plan succeeds."""
     messages: list[str] = []
     refused = False
     for _ in range(12):

@@ -1,4 +1,4 @@
-"""An adversary: fuzzed command lines and damaged files, of which none may hurt.
+"""An adversary: fuzzed command lines and damaged files; none may do harm.
 
 `python -m tests.programs.adversary --seed 1 --lines 10000 --files 5000`
 `python -m tests.programs.adversary --seed 1 --minutes 30`
@@ -35,7 +35,7 @@ _MOST = 10_000_000  # cases of a run that only --minutes ends
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the cases and prints what failed; returns 1 if anything did."""
+    """Runs the cases and prints failures; returns 1 if there are any."""
     args = _parser().parse_args(argv)
     pool.LONGEST_S = args.longest
     root = Path(tempfile.mkdtemp(prefix="adversary-"))

@@ -1,4 +1,4 @@
-"""The cases of the adversary: one command line in a folder of its own, and what a shrunk one leaves out."""
+"""The cases of the adversary: a command line in its own folder, and shrinking of failing ones."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ _MIXTURE = (
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """Files of one kind: what makes them, and the commands that read them."""
+    """Files of one kind: their maker, and the commands that read them."""
 
     make: Callable[[Path], None]
     commands: tuple[tuple[str, ...], ...]

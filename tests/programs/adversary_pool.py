@@ -77,7 +77,7 @@ class _Worked(BaseException):
 
 
 def load_everything() -> None:
-    """Imports what commands import as they go, so that a forked child need not."""
+    """Imports the commands' late imports, so that a forked child need not."""
     for command in COMMANDS.values():
         importlib.import_module(command.module)
     for name in (*_PACKAGES, *(f"maxbatch.{room}" for room in _ROOMS)):
@@ -217,7 +217,7 @@ def _half_written(case: Case, folder: Path, command: str, code: int, new: set[Pa
 
 
 def _output(case: Case, folder: Path) -> Path | None:
-    """Returns what the flag of a command names that is written whole or not at all."""
+    """Returns the path in a command's flag that must be written atomically."""
     flag = _OUTPUTS.get(case.arguments[0], "") if case.arguments else ""
     words = list(case.arguments)
     given = [word.partition("=")[2] for word in words if flag and word.startswith(f"{flag}=")]

@@ -1,4 +1,4 @@
-"""Real starts of two hosts of which one has another value of a key: each must be refused, and soon.
+"""Real starts of two hosts with different values of a key: each must be refused, and soon.
 
 python -m tests.programs.differing_hosts --starts 20 --seed 1
 """

@@ -1,4 +1,4 @@
-"""Machines that are lost at random moments of a run, which goes on with those that are left, from their local disks.
+"""Machines lost at random moments of a run, which continues on the others from their local disks.
 
 Part of the soak: `python -m tests.programs.soak --losses 20 --seed 1`. A run on 4 simulated hosts, each with a disk of
 its own, loses one, goes on with 3, then 2, then 3 and 4 again. Half of the machines are lost with their disks. Those
@@ -226,7 +226,7 @@ class _Session:
         return lost
 
     def _reach(self, moment: Callable[[int], bool]) -> bool:
-        """Waits for a moment, which is told the last update; returns whether the run is still there."""
+        """Waits for a moment, given the last update; returns whether the run is still alive."""
         while time.monotonic() - self._begun < _LONGEST_START_S:
             recorded = self.recorded
             if recorded and not self._first:

@@ -112,7 +112,7 @@ def _fenced(text: str) -> Iterator[str]:
 
 
 def filled(text: str) -> str:
-    """Returns a script with values in place of what its reader fills in: `<NAME>`, and variables that it never sets."""
+    """Fills in a script's placeholders: `<NAME>`, and variables that it never sets."""
 
     def value_of(found: re.Match[str]) -> str:
         name = re.sub(r"\W+", "_", found[1]).strip("_").upper() or "VALUE"
@@ -249,7 +249,7 @@ def _number(value: object) -> object:
 
 
 def differences(there: Mapping[str, object], ours: Mapping[str, object], stated: Mapping[str, str]) -> list[str]:
-    """Returns what a command trains there and not here, in words."""
+    """Returns the differences between a command's training there and here, in words."""
     is_rl = there["MODULE"] == "train_rl"
     task = "rl" if "batch_size" in stated else "pairs" if ours["use_dpo"] else "sft" if ours["use_sft"] else "text"
     pairs = [
@@ -295,7 +295,7 @@ def differences(there: Mapping[str, object], ours: Mapping[str, object], stated:
 
 
 def _mlp(there: Mapping[str, object]) -> str:
-    """Returns the name of the width of the MLP: that of an expert where every layer has experts."""
+    """Returns the name of the MLP's width; an expert's if every layer has experts."""
     dense = int(str(there["num_experts"])) == 1 or int(str(there["first_num_dense_layers"])) > 0
     return "base_mlp_dim" if dense else "base_moe_mlp_dim"
 
@@ -317,7 +317,7 @@ class Outcome(NamedTuple):
 
 
 def outcomes(name: str, text: str, folder: Path, configs: Path) -> Iterator[Outcome]:
-    """Yields what becomes of each command of a script, which is written into `folder`."""
+    """Writes a script into `folder` and yields the fate of each of its commands."""
     path = folder / (re.sub(r"\W", "_", name) + ".sh")
     path.write_text(text)
     shells = Counter(bash_commands(text))

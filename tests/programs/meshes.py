@@ -177,7 +177,7 @@ class Search:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Trains on random meshes; returns 0 if every run ended by itself and is that of one device."""
+    """Trains on random meshes; returns 0 if every run ends by itself and equals one device's."""
     parser = argparse.ArgumentParser(prog="python -m tests.programs.meshes", description=__doc__.splitlines()[0])
     parser.add_argument("--runs", type=int, default=20)
     parser.add_argument("--seed", type=int, default=0)

@@ -1,4 +1,4 @@
-"""A soak: runs are killed at random moments and started again, until they have trained what an unharmed run trains.
+"""A soak: runs are killed at random moments and restarted, until they match an unharmed run.
 
 `python -m tests.programs.soak --kills 20 --seed 1 --stores gs s3 local`; with `--losses 20` hosts are lost instead, and
 the run goes on with the others (`tests/programs/losses.py`)
@@ -61,7 +61,7 @@ class SoakError(Exception):
 
 @dataclasses.dataclass
 class Soak:
-    """One place that runs lie in, and what was counted there."""
+    """One place of runs, with its counts."""
 
     folder: Path  # on this machine: working folders, logs, caches
     place: str  # where the runs and their tokens lie: a folder, or a bucket
@@ -151,7 +151,7 @@ def start(arguments: Sequence[str], folder: Path, log: Path) -> subprocess.Popen
 
 
 def _variables(folder: Path) -> dict[str, str]:
-    """Returns what the processes of a soak see besides this one's environment."""
+    """Returns the environment of a soak's processes beyond this one's."""
     return {
         "XLA_FLAGS": QUICK_TO_COMPILE,
         "JAX_PLATFORMS": "cpu",
@@ -221,7 +221,7 @@ def _documents(path: Path) -> None:
 
 @contextlib.contextmanager
 def _places(stores: Sequence[str], folder: Path) -> Iterator[dict[str, tuple[str, Store | None]]]:
-    """Starts the stores and yields where the runs of each lie."""
+    """Starts the stores and yields the place of each one's runs."""
     with contextlib.ExitStack() as stack:
         found: dict[str, tuple[str, Store | None]] = {}
         for name in stores:
@@ -236,7 +236,7 @@ def _places(stores: Sequence[str], folder: Path) -> Iterator[dict[str, tuple[str
 def soak(
     stores: Sequence[str], kills: int, seed: int, share: float, harm: Callable[[Soak, int], T], *keys: str
 ) -> list[tuple[str, T]]:
-    """Harms runs in several stores at the same time; returns what was counted in each. `keys` are further ones of them.
+    """Harms runs in several stores at the same time; returns the counts of each. `keys` are further ones of them.
 
     Raises:
       SoakError: a promise did not hold.

@@ -135,7 +135,7 @@ class Suspensions:
         return writer.process.poll() is None
 
     def _seen(self) -> dict[str, object]:
-        """Looks at what writers leave."""
+        """Checks the files left by writers."""
         there, found = as_path(self.run_dir), dict[str, object](holder=None, lines=0, done=0)
         with contextlib.suppress(FileNotFoundError, ValueError):
             found["holder"] = json.loads((there / LEASE_FILE).read_bytes()).get("pid")

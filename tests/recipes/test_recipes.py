@@ -1,4 +1,4 @@
-"""Kinds of samples: which one a config chooses, and what the rooms get to know of it."""
+"""Kinds of samples: a config's choice, and the interface of each room."""
 
 from __future__ import annotations
 

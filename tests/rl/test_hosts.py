@@ -1,4 +1,4 @@
-"""A policy is trained on the same responses to the same losses, whatever the number of hosts."""
+"""A policy trains on the same responses to the same losses on any number of hosts."""
 
 from __future__ import annotations
 

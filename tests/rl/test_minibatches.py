@@ -1,4 +1,4 @@
-"""Mini-batches and filtered groups: what a batch trains on is a function of the stream, not of chunks or resumes."""
+"""Mini-batches and filtered groups: a batch is a function of the stream, not of chunks or resumes."""
 
 from __future__ import annotations
 

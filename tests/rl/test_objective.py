@@ -1,4 +1,4 @@
-"""The loss of reinforcement learning is that of the papers, term by term."""
+"""The loss of reinforcement learning equals the papers', term by term."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rewards: every response is scored once, whatever the functions do."""
+"""Rewards: every response is scored once, for any behaviour of the functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The warm start of reinforcement learning: its worked examples, and what it says."""
+"""The warm start of reinforcement learning: worked examples and messages."""
 
 from __future__ import annotations
 

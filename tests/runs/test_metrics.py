@@ -1,4 +1,4 @@
-"""The steps of `metrics.jsonl` are always 1, 2, 3, ...; a hole in it is said once, and never ends in a traceback."""
+"""The steps of `metrics.jsonl` are always 1, 2, 3, ...; a hole is reported once, and never gives a traceback."""
 
 from __future__ import annotations
 

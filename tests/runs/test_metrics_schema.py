@@ -1,4 +1,4 @@
-"""The schema of metrics: what training records is what it lists."""
+"""The schema of metrics: training records exactly the listed ones."""
 
 from __future__ import annotations
 

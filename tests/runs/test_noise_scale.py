@@ -1,4 +1,4 @@
-"""The gradient noise scale from the parts of a batch is the one that per-example gradients give."""
+"""The gradient noise scale from parts of a batch equals the one from per-example gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run ended: a run that diverges leaves it on disk, one that starts again has not ended."""
+"""Outcomes: a diverging run leaves one on disk, and a restarted run has none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run folder has one writer, and what lies in it is of the right kind."""
+"""A run folder has one writer, and its entries are of the right kind."""
 
 from __future__ import annotations
 

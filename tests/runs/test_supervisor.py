@@ -1,4 +1,4 @@
-"""The supervisor of child runs: how they end is told by exit codes and outcome files, and nothing of theirs is lost."""
+"""The supervisor of child runs: exit codes and outcome files give their results, and no output is lost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Pop
 
 
 class Scripts:
-    """Scripts by name; `prune` names one that is pruned once it runs."""
+    """Scripts by name; the one named `prune` is pruned while it runs."""
 
     def __init__(self, folder: Path, scripts: dict[str, str], prune: str = "") -> None:
         self.folder, self.left, self.prune = folder, list(scripts.items()), prune

@@ -1,4 +1,4 @@
-"""A conversation: where an answer ends, what is told about it, and what is left out of a long one."""
+"""A conversation: ends of answers, notes on them, and truncation of long ones."""
 
 from __future__ import annotations
 

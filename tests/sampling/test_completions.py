@@ -1,4 +1,4 @@
-"""Completions of many prompts are those of each prompt alone, up to a stop."""
+"""Completions of many prompts equal each prompt's own, up to a stop."""
 
 from __future__ import annotations
 

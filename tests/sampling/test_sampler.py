@@ -1,4 +1,4 @@
-"""Responses: what training would say of them, and what they must not depend on."""
+"""Responses: their log-probabilities as in training, and independence of layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user reads when a command ends early: one line, whatever is in it."""
+"""The message of a command that ends early: one line, for any content."""
 
 from __future__ import annotations
 

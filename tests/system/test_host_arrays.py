@@ -1,4 +1,4 @@
-"""Arrays in a host's memory: where they begin, and what a copy holds."""
+"""Arrays in host memory: alignment, and content of copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A damaged checkpoint never gives a wrong answer: a reader names it, and a resume says which older one it takes."""
+"""A damaged checkpoint never gives a wrong answer: readers name it, and a resume names the older one it uses."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> Path:
-    """The folder of a run that was killed on four devices, two of which share the experts, and went on on two."""
+    """The folder of a run killed on four devices, with experts over two, and resumed on two."""
     run_dir = folder / "killed"
     stated = (*chat_overrides(folder), *RUN, *SPLIT, f"run_dir={run_dir}")
     process = start("train", *stated, "--simulate-devices", "4", **Hold(3, folder).variables)

@@ -1,4 +1,4 @@
-"""Hugging Face's families against transformers itself: what they compute, and what it makes of an export."""
+"""Hugging Face's families against transformers: computation, and loading of an export."""
 
 from __future__ import annotations
 

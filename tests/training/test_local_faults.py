@@ -1,4 +1,4 @@
-"""What goes wrong with a disk while a run trains on it: one line, whatever was being written."""
+"""Disk faults during a run: one line, for any file being written."""
 
 from __future__ import annotations
 

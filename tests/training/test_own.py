@@ -1,4 +1,4 @@
-"""A user's own model: what of the mesh it can use."""
+"""A user's own model on meshes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The average of a run's parameters: the same for any cut and over a resume, and what --averaged takes."""
+"""The average of a run's parameters: the same for any cut and after a resume, and read by --averaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of what layouts have equal, to the bit or to rounding: every row has tests, and bfloat16 one of its own."""
+"""The table of equalities between layouts, to the bit or to rounding: every row has tests, bfloat16 its own."""
 
 from __future__ import annotations
 

@@ -106,7 +106,7 @@ def test_a_pair_that_the_reference_lacks_is_an_error() -> None:
 
 
 def test_the_reference_of_a_resume_is_the_checkpoint_that_the_run_started_from(run: Run, folder: Path) -> None:
-    """The base trains on, and the file of the reference is lost, or that of another run."""
+    """The base trains on, and the reference's file is lost, or another run's."""
     run("base", 1, "steps=1", *QUICK)
     start = (f"load_parameters_path={folder}/base", *QUICK)
     expected = run("expected", 1, "steps=2", *start)

@@ -1,4 +1,4 @@
-"""One run, wherever it lies and on however many hosts."""
+"""The same run in any place and on any number of hosts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ITEMS = {"params", "opt_state", "position"}
 
 
 def keys_of(place: str, run: str) -> list[str]:
-    """A ramp over prepared tokens; tokens and run lie in the same place."""
+    """A ramp over prepared tokens; tokens and run are in the same place."""
     data = ("dataset_type=tokens", f"dataset_path={place}/tokens")
     return [*RAMPED, *data, f"run_dir={place}/{run}"]
 
@@ -42,7 +42,7 @@ def train_on_four_hosts(runs: Sequence[Sequence[str]]) -> None:
 
 
 def stated(run_dir: AnyPath, place: str) -> str:
-    """What the config of a run says, without the place that it lies in."""
+    """The config of a run, without its place."""
     text = (run_dir / "config.yml").read_text().replace(place, "PLACE")
     return re.sub(r"PLACE/(here|hosts)\b", "PLACE/run", text)
 

@@ -1,4 +1,4 @@
-"""What goes wrong with a store while a run trains in it: one line, bounded time, and the same command goes on."""
+"""Store faults during a run: one line, bounded time, and the same command resumes."""
 
 from __future__ import annotations
 

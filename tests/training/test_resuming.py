@@ -1,4 +1,4 @@
-"""A resume says which keys changed since the last session and what they change, and nothing where nothing did."""
+"""A resume reports changed keys and their effects, and nothing without changes."""
 
 from __future__ import annotations
 

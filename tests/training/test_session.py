@@ -1,4 +1,4 @@
-"""A run from its config to its last checkpoint: lengths in data, dues, what is left on disk, what ends it early."""
+"""A run from config to last checkpoint: lengths in data, due work, files on disk, early ends."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans of a measurement: checkpoints, batches and lengths, and what is refused."""
+"""Plans of a measurement: checkpoints, batches, lengths and refusals."""
 
 from __future__ import annotations
 

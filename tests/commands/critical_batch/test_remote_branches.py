@@ -1,4 +1,4 @@
-"""A measurement of a run that lies in an object store."""
+"""A measurement of a run in an object store."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Said:
 
 
 class Compiler:
-    """Says what fits by a formula, and counts how often it is asked."""
+    """A formula for the memory of a batch, which counts its calls."""
 
     def __init__(self, fixed: int, per_row: int, limit: int, bend: int = 0, mute: bool = False) -> None:
         self.fixed, self.per_row, self.limit, self.bend, self.mute = fixed, per_row, limit, bend, mute

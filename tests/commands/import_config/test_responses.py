@@ -1,4 +1,4 @@
-"""Configs of generated responses: TRL's GRPOConfig, and the answer to those of verl's trainer of policies."""
+"""Configs of generated responses: TRL's GRPOConfig converted, verl's policy trainer explained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tables of `maxbatch import`: what their rows mean, and that all they name is there."""
+"""The tables of `maxbatch import`: the meaning of rows, and the existence of all named functions."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def test_odd_names_and_numbers_of_trials_in_a_bucket_are_one_line_or_a_page(
 
 
 def _report(url: str, capsys: pytest.CaptureFixture[str]) -> int:
-    """Returns the exit code of a report; what it says of a refusal is one line without control characters."""
+    """Returns the exit code of a report; checks that a refusal is one line without control characters."""
     capsys.readouterr()
     code = main(["report", url, "--output", "page.html"])
     error = capsys.readouterr().err

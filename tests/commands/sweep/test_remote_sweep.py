@@ -1,4 +1,4 @@
-"""A sweep whose folder lies in an object store."""
+"""A sweep with its folder in an object store."""
 
 from __future__ import annotations
 

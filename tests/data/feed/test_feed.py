@@ -1,4 +1,4 @@
-"""The step that starts at s trains on exactly stream[s : s + B], each sample where the plan says it lands."""
+"""The step that starts at s trains on exactly stream[s : s + B], each sample at its planned place."""
 
 from __future__ import annotations
 

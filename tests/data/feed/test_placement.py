@@ -1,4 +1,4 @@
-"""Rows reach the devices where the plan draws them, whoever staged them."""
+"""Rows reach their planned devices, whichever host staged them."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from maxbatch.data.store.document_table import RangedTable, WholeTable
 
 
 class Opened:
-    """A file whose reads are those of a range."""
+    """A local file with reads by range."""
 
     def __init__(self, read_range: Callable[[int, int], bytes]) -> None:
         self._read_range, self._place = read_range, 0

@@ -1,4 +1,4 @@
-"""A store of Megatron-LM, read in place: its tokens and documents are those of its format."""
+"""A store of Megatron-LM, read in place: tokens and documents follow its format."""
 
 from __future__ import annotations
 

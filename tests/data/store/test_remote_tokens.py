@@ -1,4 +1,4 @@
-"""Tokens in an object store: the stream is that of the local store, and a host reads what it trains on."""
+"""Tokens in an object store: the same stream as a local store, and each host reads only its rows."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ NUM_SHARDS = 1000
 
 @pytest.fixture
 def texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """A dataset of which every file is a job, so that shards of a token end after each."""
+    """A dataset with one job per file, so that shards of a token end after each."""
     monkeypatch.setattr(documents, "PIECE_BYTES", 1)
     (tmp_path / "texts").mkdir()
     for number in range(NUM_SHARDS):

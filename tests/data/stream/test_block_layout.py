@@ -1,4 +1,4 @@
-"""Rows of a store whose table of documents is read by range: those of the same store in memory."""
+"""Rows of a store with a document table read by range equal the rows of the same store in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The stream of conversations: what is trained on, packed and unpacked, and what makes another stream."""
+"""The stream of conversations: trained tokens, packed and unpacked, and the settings of its identity."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def trained(stream: Stream, index: int = 0) -> str:
 
 
 def conversations_of(stream: Stream) -> dict[str, str]:
-    """The text of every conversation of an epoch, and what is trained on of it."""
+    """The text of every conversation of an epoch, and its trained parts."""
     found = {}
     rows = stream.read(0, stream.samples_per_epoch)
     for tokens, segments, weights in zip(rows["tokens"], rows["segments"], rows["weights"], strict=True):

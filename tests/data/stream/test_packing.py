@@ -37,7 +37,7 @@ def filled(packing: Packing) -> list[int]:
 
 
 def free_space_one_by_one(lengths: list[int], row_length: int) -> list[int]:
-    """Best-fit decreasing as the paper says it: every piece on its own looks through all rows."""
+    """Best-fit decreasing as in the paper: every piece searches all rows."""
     pieces = [row_length] * sum(length // row_length for length in lengths)
     pieces += sorted((length % row_length for length in lengths if length % row_length), reverse=True)
     rows: list[int] = []

@@ -1,4 +1,4 @@
-"""Preference pairs as samples: two rows of tokens, of which the answers are trained on."""
+"""Preference pairs as samples: two rows of tokens, trained on their answers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stream_of(folder: Path, records: Sequence[Mapping[str, Any]], *overrides: st
 
 
 def texts(stream: Stream, index: int) -> list[str]:
-    """Both answers of a sample, what is trained on in brackets."""
+    """Both answers of a sample, with trained parts in brackets."""
     sample, length = stream[index], stream.samples.row_length // 2
     found = []
     for half in (slice(0, length), slice(length, None)):

@@ -1,4 +1,4 @@
-"""A Hugging Face folder as parameters: each tensor's place, its keys, and what is refused."""
+"""A Hugging Face folder as parameters: each tensor's place, config keys, and refusals."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_an_export_reads_one_parameter_at_a_time(tmp_path: Path, monkeypatch: py
 
 
 def refusal(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
-    """Returns the one line that says why a folder cannot be exported."""
+    """Returns the one-line reason why a folder cannot be exported."""
     output = folder.parent / "output"
     assert main(["export", str(folder), "--output", str(output)]) == 2
     captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""Where tokens go, what padding and capacities do, and the layer of experts against a loop over them."""
+"""Routing of tokens, effects of padding and capacities, and the layer of experts against a loop over them."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ def sums(functions):
 @pytest.mark.runs
 @pytest.mark.parametrize("choices", _CHOICES)
 def test_however_uneven_the_choices_are_nothing_is_dropped(sums, choices):
-    """The fullest pair of devices needs up to three rounds; the sums and their gradients are those of one device."""
+    """The fullest pair of devices needs up to three rounds; sums and gradients equal one device's."""
     rng = np.random.default_rng(1)
     shapes = (_TOKENS, _WIDTH), (_TOKENS * _K,), *((_EXPERTS, _WIDTH, _HIDDEN),) * 2, (_EXPERTS, _HIDDEN, _WIDTH)
     arrays = [0.4 * rng.standard_normal(shape, dtype=np.float32) for shape in shapes]

@@ -1,4 +1,4 @@
-"""The clock: what scheduled HLO says that a program takes, rule by rule, on texts of a few lines."""
+"""The clock: costs of a program from scheduled HLO, rule by rule, on texts of a few lines."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_collective_of_sparse_cores_runs_once_it_has_its_operands(before: str,
 
 
 def test_a_collective_that_was_joined_again_waits() -> None:
-    """The compiler names what it had started early, and joined again since nothing ran between start and done."""
+    """The compiler marks collectives whose start and done it joined again, since nothing ran between them."""
     joined = (
         '%c = f32[4]{0} all-reduce(%p), channel_id=1, frontend_attributes={async_collective_name="all-reduce-start"}'
     )

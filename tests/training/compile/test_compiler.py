@@ -1,4 +1,4 @@
-"""A refusal names the memory that is short; fusions too large for a core are compiled smaller, which is said."""
+"""A refusal names the missing memory; too large fusions are compiled smaller, with a message."""
 
 from __future__ import annotations
 

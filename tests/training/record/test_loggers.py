@@ -1,4 +1,4 @@
-"""Trackers beside TensorBoard: what is missing, what fails, what is logged, and hyperparameters in TensorBoard."""
+"""Trackers beside TensorBoard: missing packages, failures, records, and hyperparameters in TensorBoard."""
 
 from __future__ import annotations
 
