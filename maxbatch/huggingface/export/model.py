@@ -15,7 +15,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places, tensor_shapes
-from maxbatch.huggingface.folder.config_export import TOKEN_IDS, config_json
+from maxbatch.huggingface.folder.config_export import TOKEN_IDS, ExportedConfig, config_json
 from maxbatch.huggingface.folder.config_json import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -71,7 +71,7 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     read = open_parameters(source, config.model, abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     imported_from = _source(config.load_parameters_path)
-    fields = config_json(config, written_as, imported_from or _token_ids(tokenizer_of(config)))
+    fields = config_json(ExportedConfig.of(config), written_as, imported_from or _token_ids(tokenizer_of(config)))
     places = parameter_places(config.decoder_block, abstract)
     generation = _generation(config.load_parameters_path, fields)
     with writing(output), writing_folder(target, last=CONFIG_FILE) as folder:
