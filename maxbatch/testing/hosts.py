@@ -116,7 +116,7 @@ class Hosts:
                 for host in self._alive
             }
             self.started = self.perform(
-                starts, time.monotonic() + _START_S, f"after {_START_S:g} s and has not started"
+                starts, time.monotonic() + _START_S, f"after {_START_S:g} s, the limit of its start"
             )
         except BaseException:
             self.kill()
@@ -173,6 +173,12 @@ class Hosts:
             raise
         self.has_failed = self.has_failed or bool(self._killed) or not _ended_alike(found)
         return found
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether another test may run on these hosts."""
+        run = all(process.process.poll() is None for process in self._processes)
+        return run and not self.has_failed and not self.is_in_test
 
     @property
     def are_alive(self) -> bool:
@@ -379,7 +385,7 @@ class Pool:
     def get(self, shape: Shape) -> Hosts:
         """Returns hosts of a shape, started now unless they are there."""
         found = self._hosts.pop(shape, None)
-        if found is not None and (found.has_failed or found.is_in_test):
+        if found is not None and not found.is_usable:
             found.close()
             found = None
         if found is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import textwrap
@@ -58,6 +59,16 @@ def test_a_function_that_raises_dies_or_hangs_is_told_with_its_host() -> None:
             time.sleep(600)
 
         run(hanging, devices=1, timeout=2)
+
+
+def test_hosts_that_died_in_between_are_replaced() -> None:
+    def process_of(pod: Pod) -> int:
+        return os.getpid()
+
+    first, second = run(process_of, devices=2, hosts=2)
+    os.kill(second, signal.SIGKILL)
+    os.waitid(os.P_PID, second, os.WEXITED | os.WNOWAIT)
+    assert not {first, second} & set(run(process_of, devices=2, hosts=2))
 
 
 def test_a_script_may_run_its_own_functions(tmp_path: Path) -> None:
