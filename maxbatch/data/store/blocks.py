@@ -17,7 +17,7 @@ import hashlib
 import mmap
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -67,10 +67,14 @@ def masks(content: str, first: int, count: int) -> np.ndarray:
 
 
 class BlockHasher:
-    """A hasher of a file written in parts."""
+    """A hasher of a file written in parts.
 
-    def __init__(self) -> None:
-        self._found: list[np.ndarray] = []
+    Args:
+      take: called with the hashes (uint32, not masked) of the next blocks.
+    """
+
+    def __init__(self, take: Callable[[np.ndarray], object]) -> None:
+        self._take = take
         self._rest = b""
 
     def update(self, data: Any) -> None:
@@ -81,15 +85,16 @@ class BlockHasher:
             self._rest, view = self._rest + bytes(view[:taken]), view[taken:]
             if len(self._rest) < BLOCK_BYTES:
                 return
-            self._found.append(block_hashes(self._rest))
+            self._take(block_hashes(self._rest))
         whole = len(view) - len(view) % BLOCK_BYTES
         if whole:
-            self._found.append(block_hashes(view[:whole]))
+            self._take(block_hashes(view[:whole]))
         self._rest = bytes(view[whole:])
 
-    def hashes(self) -> np.ndarray:
-        """Returns the hashes (uint32 [blocks], not masked) of the written file."""
-        return np.concatenate([np.zeros(0, _HASH), *self._found, block_hashes(self._rest)])
+    def finish(self) -> None:
+        """Takes the end of the file, which fills no block."""
+        if self._rest:
+            self._take(block_hashes(self._rest))
 
 
 class Blocks:

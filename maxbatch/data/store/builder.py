@@ -6,25 +6,26 @@ A build is atomic, runs once if several processes want the store, and gives the 
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import os
 import shutil
 import tempfile
-import zlib
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from maxbatch.config.sections import DataConfig
-from maxbatch.data.store.blocks import BLOCKS, block_hashes, masks
+from maxbatch.data.store.blocks import BLOCKS
 from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.recipe import StoreRecipe
-from maxbatch.data.store.shards import RemoteShards, Shard, ShardWriter
+from maxbatch.data.store.shards import KeepShard, RemoteShards, Shard, ShardWriter
 from maxbatch.data.store.token_store import (
     MANIFEST,
     OFFSETS,
@@ -54,7 +55,6 @@ _WORTH_WORKERS_BYTES = 32 << 20
 SHARD_TOKENS = 1 << 30
 
 Progress = Callable[[int], None]  # called with the bytes tokenised since the last call
-KeepShard = Callable[[int, Path, Shard], None]
 
 
 def num_cores() -> int:
@@ -111,7 +111,7 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
         remove_leftovers(folder.parent)
         building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
         try:
-            manifest = _write_files(building, build, [], lambda *_: None)
+            manifest = _write_files(building, build, (), None)
             with writing_atomically(building / MANIFEST) as file:
                 file.write(json.dumps(manifest, indent=1).encode())
             os.chmod(building, 0o755)  # mkdtemp lets nobody else read, and a cache may be shared.
@@ -149,28 +149,53 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
     return store
 
 
-def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepShard) -> Manifest:
-    """Writes the remaining shards and all offsets; returns the manifest."""
+@dataclass
+class _Total:
+    """The facts about the documents so far that are not in files."""
+
+    content: hashlib.blake2b = field(default_factory=new_content_hash)
+    held_out: list[int] = field(default_factory=list)
+    skipped: int = 0
+    text_bytes: int = 0
+
+
+def _write_files(folder: Path, build: Build, finished: Iterable[Shard], keep: KeepShard | None) -> Manifest:
+    """Writes the shards after those that are finished, and the files beside them; returns the manifest."""
+    with GrowingTable(folder / OFFSETS) as table, GrowingHashes(folder) as hashes:
+        return _written(folder, build, finished, keep, table, hashes)
+
+
+def _written(
+    folder: Path, build: Build, finished: Iterable[Shard], keep: KeepShard | None,
+    table: GrowingTable, hashes: GrowingHashes,
+) -> Manifest:  # fmt: skip
     source, layout = build.source, TokenLayout.of(build.tokenizer, build.config)
     recipe = StoreRecipe.of(build.config)
     tokeniser = Tokeniser(source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer))
-    total, content = Tokenised(0, skipped=len(source.missing_shards)), new_content_hash()
+    total, tokens, jobs_done = _Total(skipped=len(source.missing_shards)), list[int](), 0
 
     def add(done: Tokenised) -> None:
-        total.append(done)
-        content.update(done.digests)
+        total.held_out += [table.documents + number for number in done.held_out]
+        table.append(np.frombuffer(done.lengths, np.int64))
+        total.content.update(done.digests)
+        total.skipped += done.skipped
+        total.text_bytes += done.text_bytes
         build.progress(done.source_bytes)
 
     for shard in finished:
         add(shard.facts)
-    jobs = itertools.islice(source.jobs(), sum(shard.jobs for shard in finished), None)
+        tokens.append(shard.facts.tokens)
+        jobs_done += shard.jobs
+        for some in shard.hashes:
+            hashes.append(some)
+    jobs = itertools.islice(source.jobs(), jobs_done, None)
     try:
-        with ShardWriter(folder, build.shard_tokens, len(finished), keep) as writer:
+        with ShardWriter(folder, build.shard_tokens, len(tokens), hashes, keep) as writer:
             for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build), build.cluster):
                 add(done)
                 writer.end_job(done)
     except RecordError as error:
-        records = len(total.lengths) // recipe.documents_per_record
+        records = table.documents // recipe.documents_per_record
         number = 1 + records + total.skipped - len(source.missing_shards) + error.number
         left_out = "skip_bad_records=true leaves such records out"
         raise source.error(f"record {number}: {error.problem}; {left_out}") from error
@@ -178,25 +203,20 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         # A file that changes while it is read looks damaged; report the change instead.
         source.refuse_changed()
         raise
-    if not total.lengths:
+    if not table.documents:
         raise source.error(f"holds no document ({total.skipped} empty or unreadable records were left out)")
     source.refuse_changed()
     itemsize = np.dtype(layout.dtype).itemsize
-    shards = (*finished, *writer.shards)
-    sizes = [shard.tokens * itemsize for shard in shards]
-    offsets = np.zeros(len(total.lengths) + 1, np.int64)
-    np.cumsum(np.frombuffer(total.lengths, np.int64), out=offsets[1:])
-    with writing_atomically(folder / OFFSETS) as file:
-        np.save(file, offsets)
-    data = (folder / OFFSETS).read_bytes()
-    hashes = np.concatenate([*(shard.hashes for shard in shards), block_hashes(data)])
-    with writing_atomically(folder / BLOCKS) as file:
-        file.write((hashes ^ masks(content.hexdigest(), 0, len(hashes))).astype("<u4").data)
+    sizes = [count * itemsize for count in (*tokens, *writer.sizes)]
+    table.finish()
+    checksum = hashes.append_table(table)
+    content = total.content.hexdigest()
+    hashes.write(folder / BLOCKS, content)
     facts = {
         "version": VERSION,
-        "content": content.hexdigest(),
-        "documents": len(total.lengths),
-        "tokens": int(offsets[-1]),
+        "content": content,
+        "documents": table.documents,
+        "tokens": table.tokens,
         "text_bytes": total.text_bytes,
         "skipped_records": total.skipped,
         "held_out": total.held_out,
@@ -204,8 +224,9 @@ def _write_files(folder: Path, build: Build, finished: list[Shard], keep: KeepSh
         "vocab_size": build.tokenizer.vocab_size,
         **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
         **({"conversations": tokeniser.encoder.identity} if tokeniser.encoder else {}),
-        "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True)) | {OFFSETS: len(data), BLOCKS: hashes.nbytes},
-        "offsets_crc32": zlib.crc32(data),
+        "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True))
+        | {name: (folder / name).stat().st_size for name in (OFFSETS, BLOCKS)},
+        "offsets_crc32": checksum,
         "signature": build.signature,
     }
     manifest: Manifest = json.loads(json.dumps(facts))  # as read later, with lists for tuples

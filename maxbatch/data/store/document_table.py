@@ -1,8 +1,9 @@
-"""The places where documents of a store begin and end, in an array or in a file of an object store read by range.
+"""The places where documents of a store begin and end: an array, a mapped file, or a file of an object store.
 
-The table of a large store is too large for a host: fifty million documents take 400 MB. Of such a table blocks are read
-when a row needs them. A block is found by interpolation between those read before, as documents of a store are about
-alike, and a number of blocks is kept, so that a row costs one request more at most.
+The table of a large store is too large for a host: fifty million documents take 400 MB. On a disk such a table is
+mapped and searched. In an object store blocks are read when a row needs them. A block is found by interpolation between
+those read before, as documents of a store are about alike, and a number of blocks is kept, so that a row costs one
+request more at most.
 
 What is read is compared with the hashes of the store's blocks (`maxbatch.data.store.blocks`), and checked for its order
 and its ends. The checksum is that of the whole file, and is compared where a pass over all blocks is made.
@@ -13,29 +14,35 @@ from __future__ import annotations
 import itertools
 import threading
 import zlib
+from abc import ABC, abstractmethod
 from bisect import bisect_right, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Protocol, TypeVar
 
 import numpy as np
 
-from maxbatch.data.store.blocks import Blocks
+from maxbatch.data.store.blocks import Blocks, MappedFile
 from maxbatch.data.store.ranged_tokens import readers
 from maxbatch.system.bounded import RefusedContent
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.npy import npy_header
+from maxbatch.system.npy import NpyHeader, npy_header
 from maxbatch.system.storage import AnyPath, read_range
 
 WHOLE_BYTES = 64 << 20  # a table up to this size is read whole, and is an array
-BLOCK_DOCUMENTS = 8192  # 64 KiB: a request costs as much as reading this many bytes
+BLOCK_DOCUMENTS = 8192  # of a table in an object store, 64 KiB: a request costs as much as reading this many bytes
+LOCAL_BLOCK_DOCUMENTS = 256
+_RUN_DOCUMENTS = 1 << 18  # of a pass over a table of this machine
 KEPT_BYTES = 64 << 20  # of blocks
 _MOST_MARKS = 1 << 16
 _INTERPOLATIONS = 3  # steps of a search before every second one bisects
 _HEADER_BYTES = 128  # of a file that numpy writes, at least
 _BLOCKS_OF_A_PASS = 64  # blocks that a pass over the table reads by one request, 4 MiB
 _REQUESTS_OF_A_PASS = 8  # at the same time
+
+_STATE_OF_RANGED = ("_path", "_num_documents", "_num_tokens", "_hashes", "_checksum", "_header")
 
 T = TypeVar("T")
 
@@ -50,7 +57,55 @@ class DocumentTable(Protocol):
         """Returns the first token of each document; of the number after the last one, the token after all."""
 
 
-class WholeTable:
+class BlockTable(DocumentTable, Protocol):
+    """A table that is read in blocks of `block_documents` documents, in memory that does not grow with their number."""
+
+    @property
+    def block_documents(self) -> int: ...
+
+    def blocks(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        """Returns of each block the starts of its documents and of the one after them."""
+
+    def runs(self) -> Iterator[np.ndarray]:
+        """Yields the starts of all documents, some blocks at a time, and with each run the start after its last."""
+
+
+class LocalTable(ABC):
+    """A `BlockTable` of this machine, whose starts are read at little cost.
+
+    Args:
+      num_documents: documents of the store.
+    """
+
+    block_documents = LOCAL_BLOCK_DOCUMENTS
+
+    def __init__(self, num_documents: int) -> None:
+        self._num_documents = num_documents
+
+    @abstractmethod
+    def starts(self, documents_n: np.ndarray) -> np.ndarray: ...
+
+    def containing(self, tokens_n: np.ndarray) -> np.ndarray:
+        low_n = np.zeros(tokens_n.shape, np.int64)
+        high_n = np.full(tokens_n.shape, self._num_documents)
+        for _ in range(self._num_documents.bit_length()):  # document low begins at or before the token, high behind it
+            middle_n = (low_n + high_n) // 2
+            is_before_n = self.starts(middle_n) <= tokens_n
+            low_n, high_n = np.where(is_before_n, middle_n, low_n), np.where(is_before_n, high_n, middle_n)
+        return low_n
+
+    def blocks(self, numbers: Sequence[int]) -> list[np.ndarray]:
+        return [self._starts(number * self.block_documents, self.block_documents) for number in numbers]
+
+    def runs(self) -> Iterator[np.ndarray]:
+        for first in range(0, self._num_documents, _RUN_DOCUMENTS):
+            yield self._starts(first, _RUN_DOCUMENTS)
+
+    def _starts(self, first: int, count: int) -> np.ndarray:
+        return self.starts(np.arange(first, min(first + count, self._num_documents) + 1))
+
+
+class WholeTable(LocalTable):
     """A table in memory, or mapped.
 
     Args:
@@ -58,6 +113,7 @@ class WholeTable:
     """
 
     def __init__(self, offsets: np.ndarray) -> None:
+        super().__init__(len(offsets) - 1)
         self._offsets = offsets
 
     def containing(self, tokens_n: np.ndarray) -> np.ndarray:
@@ -68,11 +124,12 @@ class WholeTable:
         return array
 
 
-class RangedTable:
-    """A table in an object store, in numpy's file format.
+class MappedTable(LocalTable):
+    """A mapped file in numpy's format, of which the parts that are read are checked.
 
     Args:
       path: the file.
+      size: its bytes.
       num_documents: documents of the store.
       num_tokens: of all of them.
       blocks: the hashes with which it is compared; None for a store without hashes.
@@ -81,8 +138,44 @@ class RangedTable:
       ConfigError: the file is no such table.
     """
 
-    def __init__(self, path: AnyPath, num_documents: int, num_tokens: int, blocks: Blocks | None = None) -> None:
+    def __init__(self, path: Path, size: int, num_documents: int, num_tokens: int, blocks: Blocks | None) -> None:
+        super().__init__(num_documents)
+        self._path, self._num_tokens, self._has_hashes = path, num_tokens, blocks is not None
+        header = _header(path, read_range(path, 0, _HEADER_BYTES), num_documents)
+        self._skipped = header.offset // 8
+        self._file = MappedFile(path, np.dtype("<i8"), size, blocks)
+        ends = self._file.read(np.array([0, num_documents]) + self._skipped)
+        if ends.tolist() != [0, num_tokens]:
+            raise _damaged(path, f"it goes from token {ends[0]} to {ends[1]}, and the store has {num_tokens}")
+
+    def starts(self, documents_n: np.ndarray) -> np.ndarray:
+        starts_n = self._file.read(documents_n + self._skipped)
+        if not self._has_hashes:
+            in_order = starts_n.ravel()[np.argsort(documents_n, axis=None, kind="stable")]
+            if (np.diff(in_order, prepend=0, append=self._num_tokens) < 0).any():
+                raise _damaged(self._path, f"documents {documents_n.min()} to {documents_n.max()} are not in order")
+        return starts_n
+
+
+class RangedTable:
+    """A table in an object store, in numpy's file format.
+
+    Args:
+      path: the file.
+      num_documents: documents of the store.
+      num_tokens: of all of them.
+      blocks: the hashes with which it is compared; None for a store without hashes.
+      checksum: the CRC-32 of the file.
+
+    Raises:
+      ConfigError: the file is no such table.
+    """
+
+    def __init__(
+        self, path: AnyPath, num_documents: int, num_tokens: int, blocks: Blocks | None = None, checksum: int = 0
+    ) -> None:
         self._path, self._num_documents, self._num_tokens, self._hashes = path, num_documents, num_tokens, blocks
+        self._checksum = checksum
         self._header = self._checked_header()
         self._open()
         last = np.frombuffer(self._read_range(*self._bytes(num_documents, num_documents)), "<i8")
@@ -91,13 +184,7 @@ class RangedTable:
 
     def _checked_header(self) -> bytes:
         content = self._read_range(0, _HEADER_BYTES)
-        try:
-            header = npy_header(content, "its header")
-        except RefusedContent as error:
-            raise self._damaged(str(error)) from None
-        if header.size != self._num_documents + 1 or header.dtype != np.int64:
-            raise self._damaged(f"it has {header.size} numbers of {header.dtype}")
-        return content[: header.offset]
+        return content[: _header(self._path, content, self._num_documents).offset]
 
     def _read_range(self, begin: int, end: int) -> bytes:
         if self._hashes:
@@ -110,7 +197,7 @@ class RangedTable:
         self._marks = [(0, 0), (self._num_tokens, self._num_documents)]  # starts that are known, with their documents
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: self.__dict__[name] for name in ("_path", "_num_documents", "_num_tokens", "_hashes", "_header")}
+        return {name: self.__dict__[name] for name in _STATE_OF_RANGED}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
@@ -130,9 +217,15 @@ class RangedTable:
             starts_n[is_here_n] = block[documents_n[is_here_n] - number * BLOCK_DOCUMENTS]
         return starts_n
 
+    @property
+    def block_documents(self) -> int:
+        return BLOCK_DOCUMENTS
+
     def blocks(self, numbers: Sequence[int]) -> list[np.ndarray]:
-        """Returns of each block the starts of its documents and of the one after them."""
         return self._at_once(self._block, numbers)
+
+    def runs(self) -> Iterator[np.ndarray]:
+        return self.all_blocks(self._checksum)
 
     def all_blocks(self, checksum: int) -> Iterator[np.ndarray]:
         """Yields every block in order, reading the file once.
@@ -218,9 +311,24 @@ class RangedTable:
         return starts
 
     def _damaged(self, problem: str) -> ConfigError:
-        return ConfigError(f"{self._path}: the table of documents cannot be used: {problem}; prepare the store again")
+        return _damaged(self._path, problem)
 
     def _bytes(self, first: int, last: int) -> tuple[int, int]:
         """Returns the bytes of the file that hold the starts of documents `first` to `last`."""
         begin = len(self._header)
         return begin + 8 * first, begin + 8 * (last + 1)
+
+
+def _header(path: AnyPath, content: bytes, num_documents: int) -> NpyHeader:
+    """Returns the header of a table; raises ConfigError if it is not that of so many documents."""
+    try:
+        header = npy_header(content, "its header")
+    except RefusedContent as error:
+        raise _damaged(path, str(error)) from None
+    if header.size != num_documents + 1 or header.dtype != np.int64:
+        raise _damaged(path, f"it has {header.size} numbers of {header.dtype}")
+    return header
+
+
+def _damaged(path: AnyPath, problem: str) -> ConfigError:
+    return ConfigError(f"{path}: the table of documents cannot be used: {problem}; prepare the store again")

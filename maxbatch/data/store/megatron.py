@@ -33,6 +33,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.blocks import MappedFile
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
+from maxbatch.data.store.document_table import LocalTable
 from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens, readers
 from maxbatch.data.store.store import IDS, StoreFacts
 from maxbatch.system.atomic_files import writing_atomically
@@ -68,8 +69,8 @@ class _Layout:
         return _HEADER.size + 12 * self.num_sequences + 8 * (self.num_documents + 1)
 
 
-class IndexTable:
-    """The starts of documents, a `DocumentTable` in a mapped index.
+class IndexTable(LocalTable):
+    """The starts of documents, in a mapped index.
 
     Args:
       path: the index, on this machine.
@@ -78,11 +79,12 @@ class IndexTable:
     """
 
     def __init__(self, path: Path, layout: _Layout, num_tokens: int) -> None:
+        super().__init__(layout.num_documents)
         self._path, self._layout, self._num_tokens = path, layout, num_tokens
 
     def __getstate__(self) -> dict[str, object]:
         # Another process maps the file itself; a pickled map would contain all of it.
-        return {name: self.__dict__[name] for name in ("_path", "_layout", "_num_tokens")}
+        return {name: self.__dict__[name] for name in ("_path", "_layout", "_num_tokens", "_num_documents")}
 
     @cached_property
     def lengths_S(self) -> np.ndarray:
@@ -110,15 +112,6 @@ class IndexTable:
         if not count:  # an empty part of a file cannot be mapped
             return np.zeros(0, dtype)
         return np.memmap(self._path, dtype, "r", begin, (count,))
-
-    def containing(self, tokens_n: np.ndarray) -> np.ndarray:
-        low_n = np.zeros(tokens_n.shape, np.int64)
-        high_n = np.full(tokens_n.shape, self._layout.num_documents)
-        for _ in range(self._layout.num_documents.bit_length()):  # document low begins at or before, high behind
-            middle_n = (low_n + high_n) // 2
-            is_before_n = self.starts(middle_n) <= tokens_n
-            low_n, high_n = np.where(is_before_n, middle_n, low_n), np.where(is_before_n, high_n, middle_n)
-        return low_n
 
     def starts(self, documents_n: np.ndarray) -> np.ndarray:
         sequence_n = self.marks_D[documents_n]

@@ -9,11 +9,12 @@ from __future__ import annotations
 import array
 import contextlib
 import io
+import itertools
 import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch.data.store.blocks import BlockHasher
+from maxbatch.data.store.growing import GrowingHashes
 from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_names
 from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.system.bounded import read_bytes, read_json
@@ -41,25 +43,19 @@ class Shard:
     """The facts about the documents of a shard, and the number of its jobs."""
 
     jobs: int = 0
-    facts: Tokenised = field(default_factory=lambda: Tokenised(0))  # with the digests of its documents
-    hashes: np.ndarray = field(default_factory=lambda: np.zeros(0, np.uint32))  # of its blocks, once it is finished
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of the shard, those that begin and end documents included."""
-        return int(np.frombuffer(self.facts.lengths, np.int64).sum())
+    facts: Tokenised = field(default_factory=lambda: Tokenised(0))
+    hashes: list[np.ndarray] = field(default_factory=list)  # uint32, of its blocks
 
     def add(self, job: Tokenised) -> None:
         """Adds the documents of the next job."""
         self.jobs += 1
         self.facts.append(job)
-        self.facts.digests += job.digests
 
     def to_bytes(self, signature: str) -> bytes:
         """Returns the shard as the content of a file, for a build of this signature."""
         facts = self.facts
         counts = {
-            "signature": signature, "jobs": self.jobs, "tokens": self.tokens, "source_bytes": facts.source_bytes,
+            "signature": signature, "jobs": self.jobs, "tokens": facts.tokens, "source_bytes": facts.source_bytes,
             "skipped": facts.skipped, "text_bytes": facts.text_bytes,
         }  # fmt: skip
         file = io.BytesIO()
@@ -69,7 +65,7 @@ class Shard:
             lengths=np.frombuffer(facts.lengths, np.int64),
             digests=np.frombuffer(facts.digests, np.uint8),
             held_out=np.array(facts.held_out, np.int64),
-            hashes=self.hashes,
+            hashes=np.concatenate([np.zeros(0, np.uint32), *self.hashes]),
         )
         return file.getvalue()
 
@@ -90,10 +86,13 @@ class Shard:
         if not is_ours or not is_typed or lengths.min(initial=0) < 0 or held_out.min(initial=0) < 0:
             return None
         facts = Tokenised(
-            counts["source_bytes"], array.array("q", lengths.tobytes()), digests.tobytes(), held_out.tolist(),
+            counts["source_bytes"], array.array("q", lengths.tobytes()), bytearray(digests), held_out.tolist(),
             counts["skipped"], counts["text_bytes"],
         )  # fmt: skip
-        return cls(counts["jobs"], facts, hashes)
+        return cls(counts["jobs"], facts, [hashes])
+
+
+KeepShard = Callable[[int, Path, Shard], None]
 
 
 def _is_count(value: object) -> bool:
@@ -107,37 +106,50 @@ class ShardWriter:
       folder: where the files are made.
       shard_tokens: a shard that has as many ends with its job; None for one shard.
       first: the number of the first shard.
-      keep: called with the number, the file and the facts of each shard but the last.
+      hashes: where the hashes of the blocks are written.
+      keep: called with the number, the file and the facts of each shard but the last, which are collected for it; None
+        on a disk, where a build that was killed starts again.
     """
 
     def __init__(
-        self, folder: Path, shard_tokens: int | None, first: int, keep: Callable[[int, Path, Shard], None]
+        self, folder: Path, shard_tokens: int | None, first: int, hashes: GrowingHashes, keep: KeepShard | None
     ) -> None:
-        self.shards: list[Shard] = []  # those that are finished
+        self.sizes: list[int] = []  # tokens of the shards that are finished
         self._folder, self._shard_tokens, self._number, self._keep = folder, shard_tokens, first, keep
-        self._shard, self._is_full, self._hasher = Shard(), False, BlockHasher()
+        self._hashes = hashes
+        self._open()
+
+    def _open(self) -> None:
+        self._shard, self._tokens, self._is_full = Shard(), 0, False
+        self._hasher = BlockHasher(self._take_hashes)
         self._file = open(self._path, "wb")  # noqa: SIM115  closed by __exit__
 
     @property
     def _path(self) -> Path:
         return self._folder / _name(self._number)
 
+    def _take_hashes(self, hashes: np.ndarray) -> None:
+        self._hashes.append(hashes)
+        if self._keep:
+            self._shard.hashes.append(hashes)
+
     def write(self, data: Any) -> int:
         """Writes tokens of the job that is at work."""
         if self._is_full:
             self._close()
-            self._keep(self._number, self._path, self._shard)
-            self.shards.append(self._shard)
+            if self._keep:
+                self._keep(self._number, self._path, self._shard)
             self._number += 1
-            self._shard, self._is_full, self._hasher = Shard(), False, BlockHasher()
-            self._file = open(self._path, "wb")  # noqa: SIM115
+            self._open()
         self._hasher.update(data)
         return self._file.write(data)
 
     def end_job(self, done: Tokenised) -> None:
         """Adds the facts about the job whose tokens were written last."""
-        self._shard.add(done)
-        self._is_full = self._shard_tokens is not None and self._shard.tokens >= self._shard_tokens
+        self._tokens += done.tokens
+        if self._keep:
+            self._shard.add(done)
+        self._is_full = self._shard_tokens is not None and self._tokens >= self._shard_tokens
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -150,10 +162,10 @@ class ShardWriter:
             return
         self._close()
         self._path.replace(self._folder / shard_names(self._number + 1)[-1])
-        self.shards.append(self._shard)
 
     def _close(self) -> None:
-        self._shard.hashes = self._hasher.hashes()
+        self._hasher.finish()
+        self.sizes.append(self._tokens)
         with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -169,16 +181,15 @@ class RemoteShards:
         """Marks the folder as one in which a store is built, so that a build that was killed can be started again."""
         (self._folder / BUILDING_FOLDER / "signature").write_text(self._signature)
 
-    def found(self, itemsize: int) -> list[Shard]:
-        """Returns the shards that an earlier build of the same signature finished, from the first on."""
-        found: list[Shard] = []
+    def found(self, itemsize: int) -> Iterator[Shard]:
+        """Yields the shards that an earlier build of the same signature finished, from the first on."""
         sizes = file_sizes(self._folder)
-        while (size := size_of(self._folder / _name(len(found)), sizes)) is not None:
-            shard = self._read(len(found))
-            if shard is None or shard.tokens * itemsize != size:
-                break
-            found.append(shard)
-        return found
+        for number in itertools.count():
+            size = size_of(self._folder / _name(number), sizes)
+            shard = None if size is None else self._read(number)
+            if shard is None or shard.facts.tokens * itemsize != size:
+                return
+            yield shard
 
     def _read(self, number: int) -> Shard | None:
         try:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Protocol, TypedDict
 if TYPE_CHECKING:
     import numpy as np
 
-    from maxbatch.data.store.document_table import DocumentTable
+    from maxbatch.data.store.document_table import BlockTable
     from maxbatch.data.store.megatron import CheckedIds
     from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
     from maxbatch.system.storage import AnyPath
@@ -39,7 +39,7 @@ class Store(Protocol):
     def tokens(self) -> np.ndarray | MappedTokens | RangedTokens | CheckedIds: ...  # all of them, in order
 
     @property
-    def table(self) -> DocumentTable: ...
+    def table(self) -> BlockTable: ...
 
     @property
     def offsets(self) -> np.ndarray: ...  # int64[documents + 1], the starts of documents; at last the tokens

@@ -9,7 +9,7 @@ In a store of records with answers (a pair of answers is two documents), the hig
 is trained on.
 
 The manifest with its checksum, the sizes of the files and the offsets are checked whenever a store is opened or mapped;
-of the offsets of a large store in a bucket the blocks that are read (`maxbatch.data.store.document_table`). Tokens are
+of the offsets of a large store the parts that are read (`maxbatch.data.store.document_table`). Tokens are
 compared with the hashes of their blocks where they are read: of a local store each block once per process, in a bucket
 every time. `maxbatch prepare --verify` reads all of them, and recomputes the hash of the content, which is in the
 identity of the stream. A store that was made without hashes is read with a warning.
@@ -31,7 +31,7 @@ import numpy as np
 from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
-from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
+from maxbatch.data.store.document_table import BlockTable, MappedTable, RangedTable, WholeTable
 from maxbatch.data.store.file_contents import Contents, contents_of, known_contents
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 VERSION = 2
 _MOST_MANIFEST_BYTES = 64 << 20  # it lists held-out documents, which may be millions
+_MAPPED_BYTES = 1 << 20  # a table on a disk up to this size is read
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
 MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = "manifest.json", "offsets.npy", "tokens.bin", "tokens-00000.bin"
@@ -162,7 +163,7 @@ class TokenStore:
         """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or replaced since."""
         self._refuse_replaced()
         path = self.folder / OFFSETS
-        is_mapped = not is_remote(path) and self.manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES
+        is_mapped = not is_remote(path) and self.manifest["sizes"][OFFSETS] > _MAPPED_BYTES
         data = np.memmap(str(path), np.uint8, mode="r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
         if zlib.crc32(data.data) != self.manifest["offsets_crc32"]:
             if self.blocks:
@@ -174,12 +175,16 @@ class TokenStore:
             raise damaged_file(path, str(error)) from None
 
     @cached_property
-    def table(self) -> DocumentTable:
-        """The starts of documents: of a large store in a bucket read by range, else `offsets`."""
-        folder, manifest = self.folder, self.manifest
-        if is_remote(folder) and manifest["sizes"][OFFSETS] > document_table.WHOLE_BYTES:
-            return RangedTable(folder / OFFSETS, manifest["documents"], manifest["tokens"], self.blocks)
-        return WholeTable(self.offsets)
+    def table(self) -> BlockTable:
+        """The starts of documents: of a large store searched in its file, else `offsets`."""
+        manifest, path = self.manifest, self.folder / OFFSETS
+        documents, tokens, size = manifest["documents"], manifest["tokens"], manifest["sizes"][OFFSETS]
+        if size <= document_table.WHOLE_BYTES:
+            return WholeTable(self.offsets)
+        self._refuse_replaced()
+        if is_remote(path):
+            return RangedTable(path, documents, tokens, self.blocks, manifest["offsets_crc32"])
+        return MappedTable(path, size, documents, tokens, self.blocks)
 
     @property
     def trained_bit(self) -> int | None:
@@ -194,26 +199,29 @@ class TokenStore:
         all_bits = (1 << (self.trained_bit or 32)) - 1
         # The hash covers all bits of an id only if the id fits into the type that is hashed.
         end_of_ids = min(np.iinfo(layout.hashed_as).max + 1, manifest.get("vocab_size", 1 << 32))
-        content = new_content_hash()
-        begins, ends = self.offsets[:-1] + len(bos), self.offsets[1:] - len(eos)
-        for number, ids in enumerate(self._documents(begins.tolist(), ends.tolist())):
-            content.update(layout.digest(ids))
-            ids = ids & all_bits if self.trained_bit else ids
-            if ids.max(initial=0) >= end_of_ids:
-                problem = f"document {number} has the id {ids.max()}, and its ids end at {end_of_ids - 1}"
-                raise damaged_file(self.folder / ONE_SHARD, problem)
-        whole = (
-            content.hexdigest() == manifest["content"]
-            and all((self.tokens[begins - 1] == token).all() for token in bos)
-            and all((self.tokens[ends] == token).all() for token in eos)
-        )
-        if not whole:
+        content, number, is_whole = new_content_hash(), 0, True
+        for starts in self.table.runs():
+            begins, ends = starts[:-1] + len(bos), starts[1:] - len(eos)
+            is_whole = (
+                is_whole
+                and bool((begins <= ends).all())
+                and all((self.tokens[begins - 1] == token).all() for token in bos)
+                and all((self.tokens[ends] == token).all() for token in eos)
+            )
+            for ids in self._documents(begins, ends):
+                content.update(layout.digest(ids))
+                ids = ids & all_bits if self.trained_bit else ids
+                if ids.max(initial=0) >= end_of_ids:
+                    problem = f"document {number} has the id {ids.max()}, and its ids end at {end_of_ids - 1}"
+                    raise damaged_file(self.folder / ONE_SHARD, problem)
+                number += 1
+        if not is_whole or content.hexdigest() != manifest["content"]:
             raise damaged_file(self.folder / ONE_SHARD, "it differs from the hash of its content")
 
-    def _documents(self, begins: list[int], ends: list[int]) -> Iterator[np.ndarray]:
+    def _documents(self, begins: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
         """Yields the tokens of documents in order, read in batches, because requests are slow."""
         first, window = 0, self.tokens[0:0]
-        for begin, end in zip(begins, ends, strict=True):
+        for begin, end in zip(map(int, begins), map(int, ends), strict=True):
             if end > first + len(window):
                 first, window = begin, self.tokens[begin : max(end, begin + _WINDOW_TOKENS)]
             yield window[begin - first : end - first]
@@ -387,7 +395,7 @@ def load_folder(folder: AnyPath) -> TokenStore:
     manifest = _read_manifest(folder)
     store = TokenStore(folder, manifest)
     try:
-        if isinstance(store.table, RangedTable):
+        if not isinstance(store.table, WholeTable):
             return store
         offsets = store.offsets
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer

@@ -61,7 +61,6 @@ class Tokeniser:
     def _tokens(self, job: Sequence[Piece], done: Tokenised) -> Iterator[np.ndarray]:
         """Yields the tokens of a job's documents, a long document in parts."""
         bos, eos = np.array(self.layout.bos, np.int64), np.array(self.layout.eos, np.int64)
-        digests = []
         for batch in grouped(self._kept(job, done), lambda kept: len(kept.utf8), _BATCH_BYTES, _BATCH_DOCUMENTS):
             for documents in self._encoded(batch):
                 done.skipped += not documents
@@ -71,8 +70,7 @@ class Tokeniser:
                         yield ids[begin : begin + _WRITE_TOKENS]
                     yield eos
                     done.lengths.append(len(bos) + len(ids) + len(eos))
-                    digests.append(self.layout.digest(ids))
-        done.digests = b"".join(digests)
+                    done.digests += self.layout.digest(ids)
 
     def _encoded(self, batch: Sequence[_Kept]) -> Iterator[Sequence[np.ndarray]]:
         """Yields the tokens of each record's documents, as the store has them; none for a record that is left out."""
@@ -133,16 +131,22 @@ class Tokenised:
 
     source_bytes: int  # bytes of the files that were read, about
     lengths: array.array[int] = field(default_factory=lambda: array.array("q"))  # in tokens, with bos and eos
-    digests: bytes = b""  # hashes of the documents, one after the other
+    digests: bytearray = field(default_factory=bytearray)  # hashes of the documents, one after the other
     held_out: list[int] = field(default_factory=list)  # numbers, in the job, of documents that the dataset holds out
     skipped: int = 0  # records left out
     text_bytes: int = 0  # of all documents
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of all documents, those that begin and end them included."""
+        return int(np.frombuffer(self.lengths, np.int64).sum())
+
     def append(self, job: Tokenised) -> None:
-        """Appends the documents of the next job, without their digests."""
+        """Appends the documents of the next job."""
         self.source_bytes += job.source_bytes
         self.held_out += [len(self.lengths) + number for number in job.held_out]
         self.lengths.extend(job.lengths)
+        self.digests += job.digests
         self.skipped += job.skipped
         self.text_bytes += job.text_bytes
 

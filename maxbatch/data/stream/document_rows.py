@@ -6,12 +6,13 @@ from functools import partial
 
 from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import Records
-from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.recipe import Opened, Split, StreamRecipe
 from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Lay, RowPlan, StoredRows, WholeLayout
 from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
+
+_WHOLE_DOCUMENTS = 1 << 18  # whose places are held in memory: 24 bytes each
 
 
 def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> Opened:
@@ -43,7 +44,8 @@ def _open_plan(config: StreamConfig, split: Split, recipe: StreamRecipe) -> tupl
     if isinstance(records, Records) and strategy == "concatenate":
         if records.are_all and config.packing:  # the store's tokens in order, without computation
             return ConcatenatePlan.of_store(split.store, length), len(records), 0
-        if recipe.reads_blocks and isinstance(split.store, TokenStore) and isinstance(split.store.table, RangedTable):
+        is_large = records.total > _WHOLE_DOCUMENTS or isinstance(split.store.table, RangedTable)
+        if recipe.reads_blocks and is_large:
             return _plan(config, partial(BlockLayout, split.store, records)), len(records), 0
     extents, num_overlong = recipe.fitted(config, split)
     plan: RowPlan

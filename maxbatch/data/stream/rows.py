@@ -14,13 +14,11 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store import document_table
-from maxbatch.data.store.document_table import DocumentTable, RangedTable, WholeTable
+from maxbatch.data.store.document_table import DocumentTable, WholeTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.store.megatron import CheckedIds
 from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
 from maxbatch.data.store.store import Store
-from maxbatch.data.store.token_store import TokenStore
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
 # `tokens` int32, `segments` int32, `weights` float32; each [n, L], or [L] for one row.
@@ -102,7 +100,7 @@ class WholeLayout:
 
 
 class BlockLayout:
-    """A layout of a store with a table read by range, too large for a host; keeps eight bytes per block.
+    """A layout of documents that are too many for a host's memory; it keeps eight bytes per block of their table.
 
     One pass over the table counts the slots of the split's documents in each block. The documents of a row are then
     looked up in its own blocks.
@@ -116,27 +114,27 @@ class BlockLayout:
       ConfigError: the table is damaged.
     """
 
-    def __init__(self, store: TokenStore, documents: Records, slot_tokens: int):
+    def __init__(self, store: Store, documents: Records, slot_tokens: int):
         self._store, self._documents, self._slot_tokens = store, documents, slot_tokens
-        slots, self.num_tokens = [0], 0
-        for number, block in enumerate(self._table.all_blocks(store.manifest["offsets_crc32"])):
-            extents = self._extents(number, block)
-            slots.append(int(extents.slots(slot_tokens).sum()))
+        table = store.table
+        counts_K, self.num_tokens, first = [np.zeros(1, np.int64)], 0, 0
+        for starts in table.runs():
+            count = len(starts) - 1
+            numbers_S = documents.between(first, first + count) - first
+            extents = Extents.of(starts, numbers_S)
+            ends_K = np.searchsorted(numbers_S, np.arange(0, count, table.block_documents) + table.block_documents)
+            before_S = np.concatenate([[0], np.cumsum(extents.slots(slot_tokens))])
+            counts_K.append(np.diff(before_S[ends_K], prepend=0))
             self.num_tokens += extents.num_tokens
-        self._before_K = np.cumsum(slots)
+            first += count
+        self._before_K = np.cumsum(np.concatenate(counts_K))
         self.num_slots = int(self._before_K[-1])
-
-    @property
-    def _table(self) -> RangedTable:
-        table = self._store.table
-        assert isinstance(table, RangedTable)
-        return table
 
     def around(self, first_n: np.ndarray, last_n: np.ndarray) -> Placed:
         first_block_n, last_block_n = np.searchsorted(self._before_K, np.stack([first_n, last_n]), side="right") - 1
         ends_of_n = zip(first_block_n.tolist(), last_block_n.tolist(), strict=True)
         numbers = sorted({number for first, last in ends_of_n for number in range(first, last + 1)} or {0})
-        blocks = self._table.blocks(numbers)
+        blocks = self._store.table.blocks(numbers)
         extents = [self._extents(number, block) for number, block in zip(numbers, blocks, strict=True)]
         first_S: list[np.ndarray] = []
         for number, one in zip(numbers, extents, strict=True):
@@ -148,7 +146,7 @@ class BlockLayout:
 
     def _extents(self, number: int, block: np.ndarray) -> Extents:
         """Returns the extents of the split's documents in a block."""
-        first = number * document_table.BLOCK_DOCUMENTS
+        first = number * self._store.table.block_documents
         return Extents.of(block, self._documents.between(first, first + len(block) - 1) - first)
 
 

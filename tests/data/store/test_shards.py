@@ -132,7 +132,7 @@ def test_a_build_in_a_bucket_that_is_killed_goes_on_with_the_next_shard(
 
 def test_facts_of_a_shard_of_another_build_or_half_written_are_not_used() -> None:
     shard = Shard()
-    shard.add(Tokenised(9, digests=b"0123456789abcdef", held_out=[0], skipped=2, text_bytes=7))
+    shard.add(Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], skipped=2, text_bytes=7))
     content = shard.to_bytes("mine")
     found = Shard.from_bytes(content, "mine")
     assert found and found.jobs == 1 and found.facts == shard.facts
@@ -142,7 +142,7 @@ def test_facts_of_a_shard_of_another_build_or_half_written_are_not_used() -> Non
 
 def test_facts_of_a_shard_that_no_build_wrote_are_not_used() -> None:
     shard = Shard()
-    shard.add(Tokenised(9, digests=b"0123456789abcdef", held_out=[0], skipped=2, text_bytes=7))
+    shard.add(Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], skipped=2, text_bytes=7))
     sound = dict(np.load(io.BytesIO(shard.to_bytes("mine"))))
     counts = json.loads(sound["counts"].tobytes())
 
