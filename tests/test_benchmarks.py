@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from benchmarks import evaluate, gpu, schedules
+from benchmarks import audits, evaluate, gpu, schedules
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import QUICK_MODEL
 from maxbatch import BatchPlan, load_config
@@ -159,3 +159,10 @@ def test_holm_multiplies_each_p_by_the_hypotheses_left_and_keeps_their_order():
 )
 def test_a_schedule_is_answered_by_the_table_that_was_fixed_before(mean, p, p_equal, answer):
     assert schedules.verdict(mean, p, p_equal) == answer
+
+
+def test_the_page_of_other_trainers_has_the_table_of_their_results():
+    page = audits.PAGE.read_text()
+    assert page[page.index(audits.BEGIN) + len(audits.BEGIN) : page.index(audits.END)] == audits.table()
+    examples = {path.name for path in (audits.ROOT / "examples" / "audits").glob("*.py")}
+    assert {peer.adapter.split(":")[0] for peer in audits.PEERS.values()} | {"torch_model.py"} == examples

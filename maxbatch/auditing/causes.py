@@ -9,7 +9,7 @@ closer than the prediction of any other cause. Otherwise the cause is None.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -289,17 +289,21 @@ def _depends_on_place(bench: Bench, side: Side) -> bool:
     if number < 2 or not bench.base.losses:
         return False
 
-    def loss(layout: Layout, *order: int) -> float:
-        run = _run(bench, layout, RowSpec(_WIDE_ROWS, order=order))
-        return run.losses[0] if run is not None and run.losses else math.nan
+    def losses(layout: Layout, orders: Iterable[Sequence[int]]) -> np.ndarray:
+        runs = [_run(bench, layout, RowSpec(_WIDE_ROWS, order=tuple(order))) for order in orders]
+        return np.array([run.losses[0] if run is not None and run.losses else np.nan for run in runs])
 
     least = _PLACE_COARSE if compare.is_coarse(bench.base) else _PLACE
-    ratios = [loss(side.layout, *[row] * number) / loss(whole(1), row) for row in range(4)]
-    beside = [loss(side.layout, 0, *[row] * (number - 1)) - loss(side.layout, 1, *[row] * (number - 1))
-              for row in (2, 3)]  # fmt: skip
+    alone, copied = (
+        losses(whole(1), ([row] for row in range(4))),
+        losses(side.layout, ([row] * number for row in range(4))),
+    )
+    if not (np.isfinite(copied).all() and alone.all()):
+        return False
+    first, other = (losses(side.layout, ([row] + [beside] * (number - 1) for beside in (2, 3))) for row in (0, 1))
     scale = abs(bench.base.losses[0]) or 1.0
-    is_own = abs(beside[0] - beside[1]) < 2 * bench.tolerance.of_loss * scale
-    return max(ratios) - min(ratios) > least and is_own
+    is_own = np.ptp(first - other) < 2 * bench.tolerance.of_loss * scale
+    return bool(np.ptp(copied / alone) > least and is_own)
 
 
 def _is_rounding(bench: Bench, trial: Comparison) -> bool:
@@ -315,7 +319,8 @@ def _is_rounding(bench: Bench, trial: Comparison) -> bool:
 
     def apart(first: Side, second: Side) -> float:
         a, b = bench.run(first), bench.run(second)
-        return compare.apart(a.params[-1], b.params[-1], noise) / compare.apart(a.params[-1], a.params[0], noise)
+        moved = compare.apart(a.params[-1], a.params[0], noise)
+        return compare.apart(a.params[-1], b.params[-1], noise) / moved if moved else math.inf
 
     most = 0.0
     for rows in ((0, 1), (2, 3), (4, 5)):
