@@ -133,12 +133,16 @@ def _rows(peer: Peer, result: dict[str, Any]) -> list[str]:
     promises, rows = result["audit"]["promises"], []
     for each in promises:
         if each["status"] == "broken":
-            sizes = " | ".join(f"{100 * share:.2g}%" if share else "" for share in (each["by"], each["loss_by"]))
-            verdict = each["cause"] or "cause not recognised"
+            sizes = " | ".join(map(_percent, (each["by"], each["loss_by"])))
+            verdict = each["cause"] or each["explanation"]
             cells = f"`{each['promise']}` | {verdict} | {sizes} | {_case(each['case'])} | {threads}"
             rows.append(f"| {framework} | {cells} | {result['date']} |")
     holding = ", ".join(f"`{each['promise']}`" for each in promises if each["status"] == "holds")
     return [*rows, f"| {framework} | {holding} | holds | | | | | {result['date']} |"]
+
+
+def _percent(share: float | None) -> str:
+    return "" if not share else f"{100 * share:,.0f}%" if share >= 0.1 else f"{100 * share:.2g}%"
 
 
 def _case(case: dict[str, Any]) -> str:
