@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from maxbatch.config.paths import local_fault, place_fault
@@ -25,6 +25,13 @@ def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
     """Adds the positional arguments of a config, and others that a command takes among them."""
     metavar = " | ".join((*others, "CONFIG.yml", "key=value"))
     parser.add_argument("config", nargs="*", metavar=metavar, help="a config file, and overrides of its keys")
+
+
+def check_overrides(overrides: Sequence[str], takes: str) -> None:
+    """Raises ConfigError for a text that is no key=value, in words about what a command takes beside them."""
+    for text in overrides:
+        if "=" not in text:
+            raise ConfigError(f"{shown(text)}: an override is key=value; maxbatch {takes}")
 
 
 def config_of(args: argparse.Namespace, default: str | None = None) -> Config:

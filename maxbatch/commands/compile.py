@@ -17,6 +17,7 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.pins import texts_fixing
 from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan
+from maxbatch.system.chips import Peak, mfu_peak
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, writing
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
@@ -108,12 +109,14 @@ def _compile_run(
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     executables = {name: one.executable for name, one in done.items() if one.executable is not None}
     size = save_programs(folder, texts_fixing(Fixes.PROGRAM, config), target.devices, shapes, executables)
+    peak = mfu_peak(target.chip, config.quantization, config.peak_tflops_per_device)
     if not is_json:
-        _show(done, target, folder, size)
+        _show(done, target, peak, folder, size)
     steps = [done[step_name(shape)] for shape in shapes]
     return _figures(max(steps, key=lambda one: one.verdict.needed_bytes or 0)) | {
         "target": target.name,
         "devices": device_facts(target.devices),
+        "mfu_peak": peak and peak._asdict(),
         "programs": {name: _figures(one) for name, one in done.items()},
         "output": str(folder),
         "saved_bytes": size,
@@ -170,7 +173,7 @@ def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object
     return parts | _memory_figures(verdict) | {"target": target.name}
 
 
-def _show(done: Mapping[str, Compiled], target: Target, folder: AnyPath, size: int) -> None:
+def _show(done: Mapping[str, Compiled], target: Target, peak: Peak | None, folder: AnyPath, size: int) -> None:
     from rich.table import Table
 
     from maxbatch.plan.view import plan_console
@@ -187,4 +190,6 @@ def _show(done: Mapping[str, Compiled], target: Target, folder: AnyPath, size: i
     if target.devices[0].platform == "cpu":
         print(printable(f"available: {target.memory_source}"))
     show_time({name: one.modelled for name, one in done.items()})
+    if peak:
+        print(f"MFU refers to {peak.in_words()}")
     print(printable(f"saved {len(done)} programs ({gigabytes(size)}) in {folder}"))

@@ -9,9 +9,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbatch.commands.arguments import add_averaged, count, place, whole
-from maxbatch.config.values import shown
-from maxbatch.system.errors import EXIT_DONE, ConfigError
+from maxbatch.commands.arguments import add_averaged, check_overrides, count, place, whole
+from maxbatch.system.errors import EXIT_DONE
 from maxbatch.system.terminal import PipeConsole, PlainTable
 
 _STDERR = "_stderr"
@@ -42,9 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the scores of every task and group; returns the exit code."""
-    for text in args.overrides:
-        if "=" not in text:
-            raise ConfigError(f"{shown(text)}: an override is key=value; maxbatch evaluate takes one MODEL")
+    check_overrides(args.overrides, "evaluate takes one MODEL")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars
     if args.simulate_devices:

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_averaged, count, place, real, whole
+from maxbatch.commands.arguments import add_averaged, check_overrides, count, place, real, whole
 from maxbatch.config.recipes import Recipe
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
@@ -31,6 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the arguments of `maxbatch generate`."""
     run_dir = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("run_dir", type=place, metavar="MODEL", help=run_dir)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
     add_averaged(parser)
     prompt = "text to continue, or with --chat a message; none: the beginning of a document, or a conversation"
     parser.add_argument("--prompt", help=prompt)
@@ -59,6 +60,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints a prompt and its continuation by a run's newest checkpoint, or answers; returns 0."""
     if args.system is not None and not args.chat:
         raise ConfigError(f"--system {shown(args.system)}: belongs to --chat; works: --chat --system ...")
+    check_overrides(args.overrides, "generate takes one MODEL")
     if args.chat and args.prompt is not None and not args.prompt.strip():
         raise ConfigError("--prompt: must not be empty beside --chat; works: a message, or no --prompt")
     from maxbatch.data.store.cache_folder import cache_folder
@@ -71,13 +73,15 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.weights.parameters import open_source, restored
 
     source = open_source(args.run_dir, args.averaged)
-    config = source.config()
+    stated = [text.partition("=")[0].strip() for text in args.overrides]
+    overrides = args.overrides if "quantization" in stated else ["quantization=", *args.overrides]
+    config = source.config(overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = tokenizer_of(config)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer states
-        config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower()])
+        config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower(), *overrides])
     model = DecoderConfig.of(config)
     _, params = restored(source, model)
     ends = end_tokens(config.load_parameters_path)  # of a run: the end tokens of the model that it started from

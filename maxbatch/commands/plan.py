@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from maxbatch.config.sections import Config
     from maxbatch.plan.batch import BatchPlan, Resume
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
+    from maxbatch.system.chips import Peak
 
 _MOST_PARTS = 1_000_000
 
@@ -84,14 +85,14 @@ def run(args: argparse.Namespace) -> int:
         )
     for warning in plan.warnings:
         note(f"warning: {warning}")
-    model = _model(config)
+    model, peak = _model(config), _known_peak(config, args.topology)
     of_update = _trained_tokens(config, plan) if recipe.has_answers else None
     period = _checkpoint_period(config, args)
     rows = _survival(config, args, plan, epoch) if args.survive else []
     if args.json:
         import json
 
-        printed = plan.to_dict() | model | whole_layout
+        printed = plan.to_dict() | model | {"mfu_peak": peak and peak._asdict()} | whole_layout
         if recipe.has_answers:
             printed["trained_tokens_per_step"] = of_update
         if rows:
@@ -108,7 +109,8 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
 
     console = plan_console()
-    render_plan(plan, PlanConfig.of(config), _in_words(model), console)
+    of_model = f"{_in_words(model)}; {_peak_in_words(peak, config.quantization)}"
+    render_plan(plan, PlanConfig.of(config), of_model, console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
     if rows:
@@ -226,6 +228,21 @@ def _in_words(model: dict[str, int]) -> str:
     size, active = model["num_parameters"], model["num_active_parameters"]
     of_token = f", {active:,} of them active per token" if active != size else ""
     return f"model: {size:,} parameters{of_token}; {model['flops_per_token']:,} FLOPs per token of training"
+
+
+def _known_peak(config: Config, topology: str | None) -> Peak | None:
+    """Returns the peak that MFU refers to, if the topology or the config tells it."""
+    from maxbatch.system.chips import TPUS, mfu_peak
+
+    chip = TPUS[topology.partition(":")[0]] if topology else None
+    return mfu_peak(chip, config.quantization, config.peak_tflops_per_device)
+
+
+def _peak_in_words(peak: Peak | None, quantization: str) -> str:
+    if peak:
+        return f"MFU refers to {peak.in_words()}"
+    where = f"{quantization} peak, or bfloat16's if its chip has none" if quantization else "bfloat16 peak"
+    return f"MFU refers to the device's {where}"
 
 
 def _samples_per_epoch(config: Config, stated: int | None) -> int | None:

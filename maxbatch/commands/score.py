@@ -5,10 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypedDict
 
-from maxbatch.commands.arguments import add_averaged, count, place
+from maxbatch.commands.arguments import add_averaged, check_overrides, count, place
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
@@ -35,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the log-probabilities of every record, or the loss of each; returns the exit code."""
-    _check_overrides(args.overrides)
+    check_overrides(args.overrides, "score takes one MODEL and one FILE")
     lines = _lines(args.file)
     if args.simulate_devices:
         from maxbatch.commands.simulation import simulate_devices
@@ -53,12 +52,6 @@ def run(args: argparse.Namespace) -> int:
     else:
         _print(scored)
     return EXIT_DONE
-
-
-def _check_overrides(overrides: Sequence[str]) -> None:
-    for text in overrides:
-        if "=" not in text:
-            raise ConfigError(f"{shown(text)}: an override is key=value; maxbatch score takes one MODEL and one FILE")
 
 
 def _lines(path: str) -> list[dict[str, object]]:

@@ -121,6 +121,7 @@ _GOES_ON = "nothing: the run goes on from its own checkpoint"
 _OF_KEYS = {
     "load_parameters_path": _GOES_ON,
     "load_full_state_path": _GOES_ON,
+    "quantization": "the layers' products, and updates and evals through them",
     "max_target_length": "the length of a sample",
     "expansion_factor_real_data": "which hosts load",
     "reward_worker_count": "",

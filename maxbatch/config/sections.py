@@ -47,6 +47,7 @@ FloatType = Literal["float32", "bfloat16"]
 Kept = Literal["remat", "device", "offload"]
 Activations = Literal["silu,linear", "gelu,linear", "gelu_exact,linear", "gelu", "gelu_exact"]
 RematPolicy = Literal["none", "minimal_with_context", "minimal", "save_qkv_proj", "save_out_proj", "full", "custom"]
+Quantization = Literal["", "int8", "fp8"]
 ReadyTask = Literal["arithmetic", "sorting"]
 DatasetType = Literal[
     "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tfrecord", "tokens", "megatron", ReadyTask
@@ -343,6 +344,8 @@ class ModelConfig(Section):
         "c > 0: an expert takes at most the first c x tokens x k / E of a row, rounded up; -1: all", PROGRAM,
         Bounds(above=0, also=-1))
     dtype: FloatType = key("float32", "compute: float32 | bfloat16", PROGRAM)
+    quantization: Quantization = key("", 'products of the layers: "" (in dtype) | int8 | fp8 (e4m3, gradients e5m2), '
+        "scaled token by token and channel by channel (docs/eight-bits.md)", PROGRAM)
     weight_dtype: FloatType = key("float32", "parameters and optimizer state: float32 | bfloat16", STATE)
     attention: Literal["auto", "dot_product", "cudnn", "splash"] = key("auto", "auto (splash on TPU, cudnn on GPU, "
         "where dtype and shapes allow; else dot_product) | dot_product | cudnn | splash", PROGRAM)

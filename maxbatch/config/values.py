@@ -110,7 +110,9 @@ class Scalar:
             return self._number(text)
         if self.kind == "choices":
             return ",".join(dict.fromkeys(map(self._choice, [] if is_null else _listed(text))))
-        return self._bool(text) if self.kind == "bool" else self._choice(text)
+        if self.kind == "bool":
+            return self._bool(text)
+        return self._choice("" if is_null and "" in self.choices else text)
 
     def write(self, value: Value) -> str:
         """Returns the text from which `read` restores the value."""
@@ -131,8 +133,8 @@ class Scalar:
     def _choice(self, text: str) -> str:
         if text in self.choices:
             return text
-        nearest = nearest_name(text, self.choices) or self.choices[0]
-        raise self.fault(text, f"one of {', '.join(self.choices)}", nearest)
+        nearest = nearest_name(text, self.choices) or self.choices[0] or "''"
+        raise self.fault(text, f"one of {', '.join(choice or repr('') for choice in self.choices)}", nearest)
 
     def _bool(self, text: str) -> bool:
         if text.lower() in ("true", "false"):

@@ -208,7 +208,7 @@ class Attention(nnx.Module):
         self.query_norm, self.key_norm = (norm_of(config, f"{name}.{part}_norm") for part in ("query", "key"))
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         self.scores = ScoreRules(scale, config.attn_logits_soft_cap, config.sliding_window_size)
-        self.constrain = constrain
+        self.constrain, self.quantization = constrain, config.quantization
         # Without a mesh (to inspect a model or sample from it) it is the plain one, whatever the run was trained with.
         self.implementation: Kernel = "dot_product"
         if constrain.mesh is not None:
@@ -262,7 +262,7 @@ class Attention(nnx.Module):
         """Returns rotated queries, times `factor`, rotated keys, and values."""
 
         def heads(name: str, norm: Norm = unchanged) -> jax.Array:
-            out = product(x_MxLxD, getattr(self, name)[...], "mld,dnh->mlnh")
+            out = product(x_MxLxD, getattr(self, name)[...], "mld,dnh->mlnh", self.quantization)
             if hasattr(self, f"{name}_bias"):
                 bias = getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)
                 # It adds one constant to all scores of a query, which softmax ignores. Its gradient is rounding error,
@@ -285,7 +285,7 @@ class Attention(nnx.Module):
         return q_MxLxHxh, k_MxLxKxh, kept(heads("value"), MATRICES["value"].kept)
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
-        joined_MxLxD = product(attended_MxLxHxh, self.out[...], "mlnh,nhd->mld")
+        joined_MxLxD = product(attended_MxLxHxh, self.out[...], "mlnh,nhd->mld", self.quantization)
         if hasattr(self, "out_bias"):
             joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]
         return joined_MxLxD

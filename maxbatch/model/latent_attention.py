@@ -20,6 +20,7 @@ from maxbatch.config.matrices import MATRICES, attention_widths
 from maxbatch.model.attention import attend, attend_to_cache, choose_implementation
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
@@ -48,7 +49,7 @@ class LatentAttention(nnx.Module):
         self.latent_norm = norm_of(config, f"{name}.latent_norm", _EPSILON)
         self.rotated, self.unrotated = config.qk_rope_head_dim, config.qk_nope_head_dim
         self.scores = ScoreRules(_scale(config), config.attn_logits_soft_cap)
-        self.constrain = constrain
+        self.constrain, self.quantization = constrain, config.quantization
         self.implementation: Kernel = "dot_product"  # without a mesh, as in `Attention`
         if constrain.mesh is not None:
             context = constrain.mesh.shape.get("context", 1)
@@ -61,7 +62,7 @@ class LatentAttention(nnx.Module):
         del is_local
         q_MxLxHxn, q_MxLxHxr = self._queries(x_MxLxD, rope)
         latent_MxLxc, k_MxLx1xr = self._latents(x_MxLxD, rope)
-        up_MxLxHxe = product(latent_MxLxc, self.latent_up[...], "mlc,cnh->mlnh")
+        up_MxLxHxe = product(latent_MxLxc, self.latent_up[...], "mlc,cnh->mlnh", self.quantization)
         up_MxLxHxe = self.constrain(up_MxLxHxe, ("batch", "length", *MATRICES["latent_up"].outputs))
         k_MxLxHxn, v_MxLxHxv = jnp.split(kept(up_MxLxHxe, MATRICES["latent_up"].kept), [self.unrotated], axis=-1)
         k_MxLxHxr = jnp.broadcast_to(k_MxLx1xr, q_MxLxHxr.shape)
@@ -84,14 +85,21 @@ class LatentAttention(nnx.Module):
         """Returns the attention output of T more tokens of each row, and the cache with them; see `Attention`.
 
         Queries are turned into the space of the latents, so all heads read the same slots: [latent, rotated] are the
-        keys, the latent alone the values. No head's own keys and values are made.
+        keys, the latent alone the values. No head's own keys and values are made. In 8 bits latents and their matrix
+        are rounded as for the product that makes keys and values, so both ways give the same.
         """
         del is_local
         q_BxTxHxn, q_BxTxHxr = self._queries(x_BxTxD, rope)
         latent_BxTxc, k_BxTx1xr = self._latents(x_BxTxD, rope)
+        up_cxHxe = self.latent_up[...]
+        if self.quantization:
+            latent_BxTxc, up_cxHxe = (
+                rounded(latent_BxTxc, [2], self.quantization),
+                rounded(up_cxHxe, [0], self.quantization),
+            )
         v_BxTx1xc = latent_BxTxc[:, :, None]
         cache = cache.write(layer, positions_BxT, jnp.concatenate([v_BxTx1xc, k_BxTx1xr], axis=-1), v_BxTx1xc)
-        k_cxHxn, v_cxHxv = jnp.split(self.latent_up[...].astype(x_BxTxD.dtype), [self.unrotated], axis=-1)
+        k_cxHxn, v_cxHxv = jnp.split(up_cxHxe.astype(x_BxTxD.dtype), [self.unrotated], axis=-1)
         q_BxTxHxc = product(q_BxTxHxn, k_cxHxn, "btnh,cnh->btnc")
         q_BxTxHxcr = jnp.concatenate([q_BxTxHxc, q_BxTxHxr], axis=-1)
         attended_BxTxHxc = attend_to_cache(q_BxTxHxcr, cache.layer(layer), positions_BxT, self.scores)
@@ -106,11 +114,11 @@ class LatentAttention(nnx.Module):
         """Returns the unrotated and the rotated part of the queries."""
         name = "query"
         if hasattr(self, "query_down"):
-            down_MxLxc = product(x_MxLxD, self.query_down[...], "mld,dc->mlc")
+            down_MxLxc = product(x_MxLxD, self.query_down[...], "mld,dc->mlc", self.quantization)
             down_MxLxc = self.constrain(down_MxLxc, ("batch", "length", *MATRICES["query_down"].outputs))
             x_MxLxD, name = self.query_down_norm(kept(down_MxLxc, MATRICES["query_down"].kept)), "query_up"
         w_DxHxh = _neighbours_apart(getattr(self, name)[...].astype(x_MxLxD.dtype), self.rotated)
-        q_MxLxHxh = product(x_MxLxD, w_DxHxh, "mld,dnh->mlnh")
+        q_MxLxHxh = product(x_MxLxD, w_DxHxh, "mld,dnh->mlnh", self.quantization)
         q_MxLxHxh = self.constrain(q_MxLxHxh, ("batch", "length", *MATRICES["query_up"].outputs))
         q_MxLxHxn, q_MxLxHxr = jnp.split(kept(q_MxLxHxh, MATRICES["query_up"].kept), [self.unrotated], axis=-1)
         return q_MxLxHxn, self._turned(q_MxLxHxr, rope)
@@ -118,7 +126,7 @@ class LatentAttention(nnx.Module):
     def _latents(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised latents of keys and values, and the rotated part of keys, which has one head."""
         w_Dxcr = _neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
-        both_MxLxcr = product(x_MxLxD, w_Dxcr, "mld,dc->mlc")
+        both_MxLxcr = product(x_MxLxD, w_Dxcr, "mld,dc->mlc", self.quantization)
         both_MxLxcr = self.constrain(both_MxLxcr, ("batch", "length", *MATRICES["latent"].outputs))
         split = [w_Dxcr.shape[-1] - self.rotated]
         latent_MxLxc, k_MxLxr = jnp.split(kept(both_MxLxcr, MATRICES["latent"].kept), split, axis=-1)
@@ -128,7 +136,7 @@ class LatentAttention(nnx.Module):
         return x_MxLxHxr if rope is None else apply_rope(x_MxLxHxr, rope, self.constrain.platform)
 
     def _joined(self, attended_MxLxHxv: jax.Array) -> jax.Array:
-        return product(attended_MxLxHxv, self.out[...], "mlnh,nhd->mld")
+        return product(attended_MxLxHxv, self.out[...], "mlnh,nhd->mld", self.quantization)
 
 
 def _neighbours_apart(weight: jax.Array, rotated: int) -> jax.Array:

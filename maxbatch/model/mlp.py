@@ -39,22 +39,24 @@ class MLP(nnx.Module):
     def __init__(self, config: ModelConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
         self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
-        self.constrain = constrain
+        self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
         """Returns the MLP's output, [M, L, D], in x's dtype."""
         if hasattr(self, "gate"):
-            gate_MxLxF, up_MxLxF = two_products(x_MxLxD, self.gate[...], self.up[...], self.constrain.platform)
+            gate_MxLxF, up_MxLxF = two_products(
+                x_MxLxD, self.gate[...], self.up[...], self.constrain.platform, self.quantization
+            )
             gate_MxLxF, up_MxLxF = self._biased(gate_MxLxF, "gate"), self._biased(up_MxLxF, "up")
             gate_MxLxF, up_MxLxF = gradients_together(
                 _kept(gate_MxLxF, "gate"), _kept(up_MxLxF, "up"), self.constrain.platform
             )
             inner_MxLxF = self.activation(gate_MxLxF) * up_MxLxF
         else:
-            inner_MxLxF = self._biased(product(x_MxLxD, self.up[...], "mld,df->mlf"), "up")
+            inner_MxLxF = self._biased(product(x_MxLxD, self.up[...], "mld,df->mlf", self.quantization), "up")
             inner_MxLxF = self.activation(_kept(inner_MxLxF, "gate"))  # MaxText's name of the first product
         inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
-        out_MxLxD = product(inner_MxLxF, self.down[...], "mlf,fd->mld")
+        out_MxLxD = product(inner_MxLxF, self.down[...], "mlf,fd->mld", self.quantization)
         return _kept(self._biased(out_MxLxD, "down"), "down")
 
     def _biased(self, x_MxLxF: jax.Array, name: str) -> jax.Array:

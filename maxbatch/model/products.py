@@ -12,12 +12,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
+from maxbatch.config.sections import Quantization
+from maxbatch.model.eight_bits import eight_bit_einsum, eight_bit_groups
 from maxbatch.model.experts.grouped import Groups, grouped_product
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, num_shards
 
 
 def product(
-    x: jax.Array, w: jax.Array, form: str | Groups, *, out_dtype: jax.typing.DTypeLike | None = None
+    x: jax.Array,
+    w: jax.Array,
+    form: str | Groups,
+    quantization: Quantization = "",
+    *,
+    out_dtype: jax.typing.DTypeLike | None = None,
 ) -> jax.Array:
     """Returns activations times a weight. Every matrix of the model is applied here, but the router's.
 
@@ -25,8 +32,13 @@ def product(
       x: the activations, in the compute dtype.
       w: the matrix, cast to that dtype; of groups, one matrix per group.
       form: an einsum of x and w, or the groups of x's rows.
-      out_dtype: of an einsum's sums and result; None: x's.
+      quantization: the 8-bit type that both are rounded to; "": none.
+      out_dtype: of an einsum's sums and result, without quantization; None: x's.
     """
+    if quantization:
+        if isinstance(form, Groups):
+            return eight_bit_groups(x, w, form, quantization)
+        return eight_bit_einsum(x, w, form, quantization)
     w = w.astype(x.dtype)
     if isinstance(form, Groups):
         return grouped_product(x, w, form.sizes_E, form.platform)
@@ -34,17 +46,18 @@ def product(
 
 
 def two_products(
-    x_MxLxD: jax.Array, first_DxF: jax.Array, second_DxF: jax.Array, platform: str
+    x_MxLxD: jax.Array, first_DxF: jax.Array, second_DxF: jax.Array, platform: str, quantization: Quantization = ""
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x @ first and x @ second, each [M, L, F] in x's dtype.
 
     On a CPU one product computes both, which saves a tenth of the layers' time. On a TPU there are two products: the
     compiler's model gives 18.9M cycles for one and 15.5M for two (4 rows of 4,096 tokens, D 4,096, F 11,008, v5p).
+    In 8 bits there are two, because the gradients of both have scales of their own.
     """
-    weights = first_DxF.astype(x_MxLxD.dtype), second_DxF.astype(x_MxLxD.dtype)
-    if platform != "cpu":
-        first, second = (product(x_MxLxD, weight_DxF, "mld,df->mlf") for weight_DxF in weights)
+    if platform != "cpu" or quantization:
+        first, second = (product(x_MxLxD, w_DxF, "mld,df->mlf", quantization) for w_DxF in (first_DxF, second_DxF))
         return first, second
+    weights = first_DxF.astype(x_MxLxD.dtype), second_DxF.astype(x_MxLxD.dtype)
     # Stacked, not joined, so that a mesh can split F, and taken apart by a split, whose gradient is one concatenation.
     both_MxLx2xF = product(x_MxLxD, jnp.stack(weights, axis=1), "mld,dgf->mlgf")
     first_MxLx1xF, second_MxLx1xF = jnp.split(both_MxLx2xF, 2, axis=2)

@@ -139,7 +139,7 @@ class Sampler:
             returns_whole=returns_whole,
             truncates=False,
             pad_id=tokenizer.pad_id,
-            rescores=rescores and (config.dtype != "float32" or switches_rope),
+            rescores=rescores and (config.dtype != "float32" or bool(config.quantization) or switches_rope),
         )
         self._drawable_V = np.arange(config.vocab_size) < tokenizer.vocab_size
         # A token may have several of these roles, and the end of the text must stay drawable.

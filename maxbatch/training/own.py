@@ -316,6 +316,10 @@ def task_model(
         )
     if rank := config.adapters.lora_rank:
         raise ConfigError(f"lora_rank={rank}: adapters are for the config's own model; works: lora_rank=0")
+    if config.quantization:
+        raise ConfigError(
+            f"quantization={config.quantization}: rounds the products of the config's own model; works: quantization=''"
+        )
     _, params = abstract_model(config, make_model=make_model)
     shapes = {jax.tree_util.keystr(path): str(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     shapes = {name: text.removeprefix("ShapeDtypeStruct") for name, text in shapes.items()}

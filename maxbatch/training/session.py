@@ -346,8 +346,13 @@ class Session(Generic[B]):
             if isinstance(output, Board):
                 self._context.board = output
                 output.settings(settings_of(self.config))
-        length, peak_tflops = slots_per_sample(self.config), self.config.peak_tflops_per_device
-        meter = ThroughputMeter(length, self.opened.model.flops_per_token, self._context.devices, peak_tflops)
+        meter = ThroughputMeter(
+            slots_per_sample(self.config),
+            self.opened.model.flops_per_token,
+            self._context.devices,
+            self.config.peak_tflops_per_device,
+            self.config.quantization,
+        )
         return Recorder(self._recording, self.plan.manager, self.position, compiles, meter, opened)
 
     def _doing(self) -> str:

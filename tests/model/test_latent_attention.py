@@ -28,9 +28,11 @@ def decoder_of(*overrides: str) -> Decoder:
 
 
 @pytest.mark.runs
-@pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
-def test_the_cache_of_latents_gives_what_the_whole_row_gives(scan: str) -> None:
-    decoder = decoder_of(scan, "remat_policy=none")
+@pytest.mark.parametrize(
+    "keys", [("scan_layers=true",), ("scan_layers=false",), ("scan_layers=true", "quantization=int8")]
+)
+def test_the_cache_of_latents_gives_what_the_whole_row_gives(keys: tuple[str, ...]) -> None:
+    decoder = decoder_of(*keys, "remat_policy=none")
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 260, (ROWS, LENGTH)), jnp.int32)
     graphdef, params = nnx.split(decoder)
 

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
-from maxbatch.config.sections import ModelConfig
+from maxbatch.config.sections import ModelConfig, Quantization
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.experts.order import in_order, sorted_by, summed
 from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
@@ -61,7 +61,7 @@ class Experts(nnx.Module):
             if family.expert_limit is None
             else partial(_clamped, limit=family.expert_limit)
         )
-        self.constrain = constrain
+        self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(self, x_MxLxD: jax.Array, slots: Slots, layer: jax.Array | int) -> tuple[jax.Array, RoutingSums]:
         """Returns the output, [M, L, D] in x's dtype, and the sums of this layer, whose number is `layer`."""
@@ -106,14 +106,15 @@ class Experts(nnx.Module):
             biases = self.expert_gate_bias, self.expert_up_bias
             weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
         mesh = self.constrain.mesh
-        compute = _computed_by(self.combine, self.constrain.platform)
+        compute_over = partial(_computed_by, self.combine, self.constrain.platform, self.quantization)
         if mesh is None:
+            compute = compute_over(None)
             return _by_token(partial(_sum_of_held, axis=None, compute=compute), x_MxLxD, *routes, *weights)
         spec = self.constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
         rows: tuple[str, ...] = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
         rows = rows if x_MxLxD.shape[0] % num_shards(mesh, rows) == 0 else ()
         tensor = self.constrain.spec(weights[0].shape[1:], (None, "moe_mlp"))[1]
-        axis = _AXIS if mesh.shape.get(_AXIS, 1) > 1 else None
+        axis, compute = _AXIS if mesh.shape.get(_AXIS, 1) > 1 else None, compute_over(tensor)
         of_rows, into, out_of = P(rows or None, spec[1], None), P(axis, None, tensor), P(axis, tensor, None)
         of_biases = (P(axis, tensor),) * (len(weights) - 3)
         if axis in rows:
@@ -169,8 +170,10 @@ def _sum_of_held(
     return y_TxD if axis is None else jax.lax.psum(y_TxD, axis)
 
 
-def _computed_by(combine: Combine, platform: str) -> Compute:
-    """Returns the function of an expert's rows: down(share * combine(gate(x), up(x))).
+def _computed_by(
+    combine: Combine, platform: str, quantization: Quantization = "", tensor: str | None = None
+) -> Compute:
+    """Returns the function of an expert's rows: down(share * combine(gate(x), up(x))); `tensor` splits hidden widths.
 
     Shares multiply the input of the last product, so the backward pass does not need that product's output. On a CPU,
     where products are rarely recomputed, they multiply its output, which has fewer numbers.
@@ -180,8 +183,10 @@ def _computed_by(combine: Combine, platform: str) -> Compute:
         x_nxD: jax.Array, shares_nx1: jax.Array, sizes_E: jax.Array, gate_ExDxF: jax.Array, up_ExDxF: jax.Array,
         down_ExFxD: jax.Array, *biases_ExF: jax.Array,
     ) -> jax.Array:  # fmt: skip
+        into, out_of = Groups(sizes_E, platform, None, tensor), Groups(sizes_E, platform, tensor, None)
+
         def applied(name: str, x: jax.Array, w: jax.Array, bias_ExF: jax.Array | None = None) -> jax.Array:
-            y = product(x, w, Groups(sizes_E, platform))
+            y = product(x, w, out_of if name == "expert_down" else into, quantization)
             if bias_ExF is not None:  # as a product, whose gradient is one too
                 y += _one_hot(sizes_E, x.shape[0], y.dtype) @ bias_ExF
             return kept(y, MATRICES[name].kept)

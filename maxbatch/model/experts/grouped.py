@@ -38,6 +38,9 @@ class Groups(NamedTuple):
 
     sizes_E: jax.Array  # int32: rows of each group
     platform: str  # "cpu", "gpu" or "tpu"
+    # Within `shard_map`: the mesh axes that the matrices' inputs and outputs are split over, if they are.
+    inputs_over: str | None = None
+    outputs_over: str | None = None
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -60,10 +63,27 @@ def _forward(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform:
 def _backward(platform: str, kept: Any, grad_nxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_nxD, w_ExDxF, sizes_E = kept
     grad_x_nxD = _PRODUCTS[platform](True)(grad_nxF, w_ExDxF, sizes_E)
-    return grad_x_nxD, _OUTER_PRODUCTS[platform](x_nxD, grad_nxF, sizes_E), None
+    return grad_x_nxD, outer_products(x_nxD, grad_nxF, sizes_E, platform), None
 
 
 grouped_product.defvjp(_forward, _backward)
+
+
+def grouped_sums(
+    x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str, is_transposed: bool
+) -> jax.Array:
+    """Returns each row times the matrix of its group, or times its transpose, of operands in 8 bits: [n, F].
+
+    Sums are int32 or float32. They have no gradient. On a TPU it is XLA's own kernel: those of JAX take no 8 bits.
+    """
+    sums = jnp.int32 if x_nxD.dtype == jnp.int8 else jnp.float32
+    product = (_cpu_product if platform == "cpu" else _ragged_product)(is_transposed, sums)
+    return product(x_nxD, w_ExDxF, sizes_E)
+
+
+def outer_products(x_nxD: jax.Array, y_nxF: jax.Array, sizes_E: jax.Array, platform: str) -> jax.Array:
+    """Returns of each group the sum over its rows of x's times y's, [E, D, F]: the gradient by its matrix."""
+    return _OUTER_PRODUCTS[platform](x_nxD, y_nxF, sizes_E)
 
 
 def _without_rest(y_nxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -113,8 +133,8 @@ class _Blocks:
         return rows
 
 
-def _cpu_product(is_transposed: bool) -> Product:
-    """Returns the product with the matrices, or with their transposes."""
+def _cpu_product(is_transposed: bool, sums: jax.typing.DTypeLike | None = None) -> Product:
+    """Returns the product with the matrices, or with their transposes; `sums`: its type, None: that of the rows."""
 
     @_one_by_one
     def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
@@ -124,12 +144,14 @@ def _cpu_product(is_transposed: bool) -> Product:
         def add_block(number: jax.Array, y_nxF: jax.Array) -> jax.Array:
             block = blocks[number]
             w_DxF = jax.lax.dynamic_index_in_dim(w_ExDxF, block.group, keepdims=False)
-            y_bxF = jax.lax.dot_general(blocks.rows(x_nxD, block), w_DxF, (((1,), (inputs,)), ((), ())))
+            y_bxF = jax.lax.dot_general(
+                blocks.rows(x_nxD, block), w_DxF, (((1,), (inputs,)), ((), ())), preferred_element_type=sums
+            )
             y_bxF = jnp.where(block.is_own_bx1, y_bxF, blocks.rows(y_nxF, block))
             written: jax.Array = jax.lax.dynamic_update_slice_in_dim(y_nxF, y_bxF, block.start, axis=0)
             return written
 
-        zeros = jnp.zeros((x_nxD.shape[0], w_ExDxF.shape[1 + outputs]), x_nxD.dtype)
+        zeros = jnp.zeros((x_nxD.shape[0], w_ExDxF.shape[1 + outputs]), sums or x_nxD.dtype)
         y_nxF: jax.Array = jax.lax.fori_loop(0, blocks.count, add_block, zeros)
         return y_nxF
 
@@ -201,11 +223,11 @@ def _tpu_outer_products(interpret: bool = False) -> Product:
     return products
 
 
-def _ragged_product(is_transposed: bool) -> Product:
+def _ragged_product(is_transposed: bool, sums: jax.typing.DTypeLike | None = None) -> Product:
     @_one_by_one
     def product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array) -> jax.Array:
         w_ExDxF = w_ExDxF.swapaxes(1, 2) if is_transposed else w_ExDxF
-        return _without_rest(jax.lax.ragged_dot(x_nxD, w_ExDxF, sizes_E), sizes_E)
+        return _without_rest(jax.lax.ragged_dot(x_nxD, w_ExDxF, sizes_E, preferred_element_type=sums), sizes_E)
 
     return product
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
+from maxbatch.system.chips import mfu_peak
 from maxbatch.training.compile.clock import Operation, schedule_of
 from maxbatch.training.compile.hlo import read_hlo
 from maxbatch.training.compile.target import Target
@@ -58,7 +59,7 @@ def model_time(
       target: the devices of its compilation.
       config: the trained model.
       slots: token slots of a sample.
-      peak_tflops: per device, `peak_tflops_per_device`; None: the chip's.
+      peak_tflops: per device, `peak_tflops_per_device`; None: the chip's, of the type of the layers' products.
       shape: the batch of an update; None for another program.
     """
     chip = target.chip
@@ -67,10 +68,11 @@ def model_time(
     schedule = schedule_of(read_hlo(text), chip, shape.max_micro_batches if shape else 1)
     seconds = schedule.seconds(chip)
     rate = mfu = None
-    if shape and seconds:
+    peak = mfu_peak(chip, config.quantization, peak_tflops)
+    if shape and seconds and peak:
         tokens = shape.micro_batch * shape.max_micro_batches * slots
         rate = tokens / len(target.devices) / seconds
-        mfu = rate * model_flops_per_token(config) / ((peak_tflops or chip.tflops) * 1e12)
+        mfu = rate * model_flops_per_token(config) / (peak.tflops * 1e12)
     return Modelled(
         compute_cycles=round(schedule.compute_cycles),
         kernel_cycles=round(schedule.kernel_cycles),

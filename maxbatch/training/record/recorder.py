@@ -15,7 +15,7 @@ from maxbatch.config.sections import OptimizerConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
-from maxbatch.system.chips import chip_of
+from maxbatch.system.chips import chip_of, mfu_peak
 from maxbatch.system.errors import DivergedError
 from maxbatch.system.hashing import to_hex
 from maxbatch.training.compile.cache import CompileCounter
@@ -30,7 +30,7 @@ class Throughput(NamedTuple):
     step_time_s: float
     tokens_per_second: float  # tokens of real rows, over all devices
     tflops_per_device: float  # model FLOPs, recomputation not counted
-    mfu: float | None  # share of the device's bf16 peak; None if unknown
+    mfu: float | None  # share of the device's peak; None if unknown
 
 
 class ThroughputMeter:
@@ -40,16 +40,22 @@ class ThroughputMeter:
       length: L, tokens of a row.
       flops_per_token: FLOPs of training per token, forward and backward.
       devices: the devices that train.
-      peak_tflops: peak per device; None: a known chip's.
+      peak_tflops: peak per device; None: a known chip's, of the type of the layers' products.
+      quantization: that type; "": none of 8 bits.
     """
 
     def __init__(
-        self, length: int, flops_per_token: int, devices: Sequence[jax.Device], peak_tflops: float | None
+        self,
+        length: int,
+        flops_per_token: int,
+        devices: Sequence[jax.Device],
+        peak_tflops: float | None,
+        quantization: str = "",
     ) -> None:
         self._length, self._flops_per_token = length, flops_per_token
         self._num_devices = len(devices)
-        chip = chip_of(devices[0].device_kind)
-        self._peak = peak_tflops or (chip.tflops if chip else None)
+        peak = mfu_peak(chip_of(devices[0].device_kind), quantization, peak_tflops)
+        self._peak = peak.tflops if peak else None
 
     def __call__(self, num_rows: int, seconds: float) -> Throughput:
         """Returns the speed of an update on `num_rows` real rows."""

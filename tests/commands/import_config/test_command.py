@@ -41,10 +41,10 @@ def test_it_writes_a_config_that_plan_accepts_and_says_the_batch_in_both_languag
 def test_what_is_not_supported_is_refused_unless_it_is_skipped(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (folder / "m.yml").write_text(f"{MAXTEXT}quantization: int8\nnonsense: 3\n")
+    (folder / "m.yml").write_text(f"{MAXTEXT}quantization: int4\nnonsense: 3\n")
     code, out, error = run(capsys, "maxtext", "m.yml")
     assert code == 2 and not (folder / "maxbatch.yml").exists()
-    assert error.count("\n") == 1 and "quantization=int8" in error and "nonsense=3" in error
+    assert error.count("\n") == 1 and "quantization=int4" in error and "nonsense=3" in error
     assert "not supported  nonsense" in out
     code, out, _ = run(capsys, "maxtext", "m.yml", "--skip-unsupported", "--output", "run.yml")
     assert code == 0 and (folder / "run.yml").exists() and "not supported  quantization" in out

@@ -1,0 +1,176 @@
+"""Products of 8-bit integers or floats, with a scale of their own for each token and each channel.
+
+Both operands are quantised along the contraction: x by the largest magnitude of each token, w by that of each channel.
+No scale is taken over a pass, a device or a batch, and none is remembered, so a token's product depends on that token
+and the weights alone, however a batch is cut. The gradient by x is such a product too: of the output's gradient, again
+token by token, and of w, quantised along its other axes. The gradient by w sums over tokens, so that a scale along its
+contraction would tie a token to its neighbours: it is computed in the type of x.
+
+References: scales of tokens and channels are those of LLM.int8() (Dettmers et al. 2022,
+https://arxiv.org/abs/2208.07339, section 3.1); the types of fp8, e4m3 forward and e5m2 for gradients, those of
+Micikevicius et al. 2022 (https://arxiv.org/abs/2209.05433).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from maxbatch.config.sections import Quantization
+from maxbatch.model.experts.grouped import Groups, grouped_sums, outer_products
+
+# The least magnitude that scales a row; smaller values give zeros, and a row of zeros divides by no zero.
+_TINY = 2.0**-100
+
+
+class EightBits(NamedTuple):
+    """A type of 8 bits, and the largest value that it holds on both sides of zero."""
+
+    dtype: jax.typing.DTypeLike
+    largest: float
+
+
+class Codes(NamedTuple):
+    """A quantised array: values times scales is the array, to rounding."""
+
+    values: jax.Array  # in 8 bits
+    scales: jax.Array  # float32, of as many axes, with size 1 along the contraction
+
+
+_INT8, _E4M3, _E5M2 = EightBits(jnp.int8, 127), EightBits(jnp.float8_e4m3fn, 448), EightBits(jnp.float8_e5m2, 57344)
+_FORWARD: dict[Quantization, EightBits] = {"int8": _INT8, "fp8": _E4M3}
+_GRADIENT: dict[Quantization, EightBits] = {"int8": _INT8, "fp8": _E5M2}  # of a product's output
+
+
+def quantised(x: jax.Array, contraction: Sequence[int], to: EightBits, over: str | None = None) -> Codes:
+    """Returns x in 8 bits, scaled by the largest magnitudes along the axes of a contraction.
+
+    Within `shard_map` a device may have a part of the contraction: `over` is the mesh axis that splits it. A value that
+    is not finite makes the scale of its row so, and with it every product of that row.
+    """
+    x = x.astype(jnp.float32)
+    largest = jnp.maximum(jnp.max(jnp.abs(x), axis=contraction, keepdims=True), _TINY)
+    if over is not None:
+        largest = jax.lax.pmax(largest, over)
+    values = x * (to.largest / largest)
+    if to is _INT8:
+        values = jnp.round(values)
+    return Codes(values.astype(to.dtype), largest / to.largest)
+
+
+def rounded(x: jax.Array, contraction: Sequence[int], quantization: Quantization) -> jax.Array:
+    """Returns x as a product in 8 bits sees it, in x's dtype, for a product that is computed in another order."""
+    codes = quantised(x, contraction, _FORWARD[quantization])
+    return (codes.values.astype(jnp.float32) * codes.scales).astype(x.dtype)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def eight_bit_einsum(x: jax.Array, w: jax.Array, form: str, quantization: Quantization) -> jax.Array:
+    """Returns an einsum of activations and a weight in 8 bits, in x's dtype; its gradient by x is in 8 bits too.
+
+    Args:
+      x: the activations.
+      w: the weight, in any float type: it is quantised from its own, without rounding to x's first.
+      form: as of `jnp.einsum`, of two operands.
+      quantization: "int8" or "fp8".
+    """
+    return _product(x, w, form, _FORWARD[quantization], _FORWARD[quantization])
+
+
+def _forward(
+    x: jax.Array, w: jax.Array, form: str, quantization: Quantization
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return eight_bit_einsum(x, w, form, quantization), (x, w)
+
+
+def _backward(
+    form: str, quantization: Quantization, kept: tuple[jax.Array, jax.Array], grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    x, w = kept
+    of_x, of_w, of_grad = _axes(form)
+    grad_x = _product(grad, w, f"{of_grad},{of_w}->{of_x}", _GRADIENT[quantization], _FORWARD[quantization])
+    return grad_x, jnp.einsum(f"{of_x},{of_grad}->{of_w}", x, grad).astype(w.dtype)
+
+
+eight_bit_einsum.defvjp(_forward, _backward)
+
+
+def _product(x: jax.Array, w: jax.Array, form: str, x_to: EightBits, w_to: EightBits) -> jax.Array:
+    """Returns the einsum of both, each quantised along the axes that it sums over, in x's dtype."""
+    of_x, of_w, of_y = _axes(form)
+    summed = (set(of_x) & set(of_w)) - set(of_y)
+
+    def codes(array: jax.Array, axes: str, to: EightBits) -> Codes:
+        return quantised(array, [number for number, axis in enumerate(axes) if axis in summed], to)
+
+    x8, w8 = codes(x, of_x, x_to), codes(w, of_w, w_to)
+    sums = jnp.int32 if x_to is _INT8 else jnp.float32
+    y = jnp.einsum(form, x8.values, w8.values, preferred_element_type=sums).astype(jnp.float32)
+    return (y * _spread(x8.scales, of_x, of_y) * _spread(w8.scales, of_w, of_y)).astype(x.dtype)
+
+
+def _axes(form: str) -> tuple[str, str, str]:
+    """Returns the axes of both operands of an einsum and of its result, a letter each."""
+    operands, result = form.split("->")
+    first, second = operands.split(",")
+    return first, second, result
+
+
+def _spread(scales: jax.Array, axes: str, wanted: str) -> jax.Array:
+    """Returns scales with the axes of a result, of size 1 where they do not vary; they are 1 along the others."""
+    own = "".join(axis for axis in wanted if axis in axes)
+    moved = jnp.einsum(f"{axes}->{own}", scales)
+    return jnp.expand_dims(moved, [number for number, axis in enumerate(wanted) if axis not in own])
+
+
+def eight_bit_groups(x_nxD: jax.Array, w_ExDxF: jax.Array, groups: Groups, quantization: Quantization) -> jax.Array:
+    """Returns each row times the matrix of its group in 8 bits, [n, F] in x's dtype, as `eight_bit_einsum` does.
+
+    A matrix has scales of its own. Rows behind the groups give zeros.
+    """
+    way = _Way(groups.platform, groups.inputs_over, groups.outputs_over, quantization)
+    return _grouped(x_nxD, w_ExDxF, groups.sizes_E, way)
+
+
+class _Way(NamedTuple):
+    """What grouped products know before they have arrays: `Groups` without the sizes, and the type."""
+
+    platform: str
+    inputs_over: str | None
+    outputs_over: str | None
+    quantization: Quantization
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _grouped(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, way: _Way) -> jax.Array:
+    x8, w8 = (quantised(one, [1], _FORWARD[way.quantization], way.inputs_over) for one in (x_nxD, w_ExDxF))
+    return _of_groups(x8, w8, sizes_E, way.platform, is_transposed=False).astype(x_nxD.dtype)
+
+
+def _grouped_forward(
+    x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, way: _Way
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    return _grouped(x_nxD, w_ExDxF, sizes_E, way), (x_nxD, w_ExDxF, sizes_E)
+
+
+def _grouped_backward(way: _Way, kept: tuple[jax.Array, ...], grad_nxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    x_nxD, w_ExDxF, sizes_E = kept
+    grad8 = quantised(grad_nxF, [1], _GRADIENT[way.quantization], way.outputs_over)
+    w8 = quantised(w_ExDxF, [2], _FORWARD[way.quantization], way.outputs_over)
+    grad_x_nxD = _of_groups(grad8, w8, sizes_E, way.platform, is_transposed=True).astype(x_nxD.dtype)
+    return grad_x_nxD, outer_products(x_nxD, grad_nxF, sizes_E, way.platform).astype(w_ExDxF.dtype), None
+
+
+_grouped.defvjp(_grouped_forward, _grouped_backward)
+
+
+def _of_groups(x8: Codes, w8: Codes, sizes_E: jax.Array, platform: str, is_transposed: bool) -> jax.Array:
+    """Returns the products of quantised rows and matrices, or their transposes, float32."""
+    y_nxF = grouped_sums(x8.values, w8.values, sizes_E, platform, is_transposed).astype(jnp.float32)
+    rows_n = jnp.arange(y_nxF.shape[0], dtype=sizes_E.dtype)
+    group_n = jnp.minimum(jnp.searchsorted(jnp.cumsum(sizes_E), rows_n, side="right"), sizes_E.size - 1)
+    return y_nxF * x8.scales * w8.scales.reshape(sizes_E.size, -1)[group_n]

@@ -1,0 +1,89 @@
+"""Runs in 8 bits: one config is one run on any layout, and a row's output depends on that row alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from maxbatch import load_model
+from maxbatch.cli import main
+from maxbatch.training.pretraining import train
+from tests.helpers.tiny import ONE_LAYER, UNSAVED, read_metrics, tiny_config
+
+pytestmark = pytest.mark.runs
+
+# At the rate of the other tests of layouts a tip of a rounding grows within 20 updates; this is the rate of base.yml.
+RUN = ("learning_rate=3e-3", "learning_rate_schedule=constant", "packing=false", "global_batch_size=192")
+# devices, most rows per device, the rest
+LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
+    "one device, one pass": (1, "192", ()),
+    "padding": (5, "8", ("batch_padding=true", "ici_data_parallelism=5")),
+    "context and tensor": (
+        4, "24", ("ici_context_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=minimal", "scan_layers=true")
+    ),
+    "pipeline and fsdp": (4, "12", ("ici_pipeline_parallelism=2", "remat_policy=full")),
+}  # fmt: skip
+
+
+def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
+    num_devices, rows, others = LAYOUTS[layout]
+    stated = (*RUN, *others, f"per_device_batch_size={rows}", f"run_dir={run_dir}", *overrides)
+    train(tiny_config(*stated), jax.devices()[:num_devices])
+    return read_metrics(run_dir)
+
+
+def assert_same_in_eight_bits(found: list[dict[str, Any]], expected: list[dict[str, Any]], tolerance: float) -> None:
+    assert [line["data_fingerprint"] for line in found] == [line["data_fingerprint"] for line in expected]
+    losses = [(one["loss"], other["loss"]) for one, other in zip(found, expected, strict=True)]
+    assert abs(losses[0][0] - losses[0][1]) <= 2e-5
+    assert max(abs(one - other) for one, other in losses) <= tolerance
+
+
+@pytest.mark.parametrize(
+    ("quantization", "layouts"),
+    [("int8", ("context and tensor", "pipeline and fsdp")), ("fp8", ("padding", "context and tensor"))],
+)
+def test_all_layouts_are_one_run_in_eight_bits(tmp_path: Path, quantization: str, layouts: tuple[str, ...]) -> None:
+    keys = (f"quantization={quantization}", "steps=20", UNSAVED)
+    whole = run(tmp_path / "whole", "one device, one pass", *keys)
+    for layout in layouts:
+        assert_same_in_eight_bits(run(tmp_path / layout, layout, *keys), whole, 2e-3)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("run")
+    train(tiny_config(ONE_LAYER, "quantization=int8", "steps=2", f"run_dir={run_dir}"), jax.devices()[:1])
+    return run_dir
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_a_record_scores_alike_beside_any_other_bit_for_bit(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], quantization: str
+) -> None:
+    shared, scores = {"text": "def main():\n    return 0\n"}, []
+    for other in ("import sys, os, json\n\n", "~~~~~~~~~~~~~~~~~~~~~~\x7f"):
+        file = tmp_path / "records.jsonl"
+        file.write_text("".join(json.dumps(record) + "\n" for record in (shared, {"text": other})))
+        assert main(["score", str(trained), str(file), f"quantization={quantization}", "--json"]) == 0
+        scores.append(json.loads(capsys.readouterr().out)["records"])
+    assert scores[0][0] == scores[1][0] and scores[0][1] != scores[1][1]
+
+
+def test_a_trained_model_computes_in_dtype_unless_quantization_is_given(trained: Path) -> None:
+    def loss(**stated: str) -> float | None:
+        return load_model(trained, **stated).score([{"text": "def main():\n"}]).loss
+
+    assert loss() == loss(quantization="") != loss(quantization="int8")
+
+
+def test_a_resume_with_another_quantization_goes_on_and_tells(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train(tiny_config(ONE_LAYER, "steps=3", f"run_dir={trained}"), jax.devices()[:1])
+    assert 'quantization: int8 before, "" now: changes the layers\' products' in capsys.readouterr().out
+    assert [line["step"] for line in read_metrics(trained)] == [1, 2, 3]
