@@ -93,6 +93,12 @@ def test_the_ratio_is_to_the_policy_that_sampled_in_its_own_type(tmp_path: Path)
     assert own["old_policy_kl"] < 1e-6 < other["old_policy_kl"] < 1e-2
 
 
+def test_the_first_update_is_on_policy_in_eight_bits(tmp_path: Path) -> None:
+    keys = ("quantization=int8", "learning_rate_schedule=constant", "steps=1", UNSAVED)
+    (first,) = train(tmp_path / "run", *keys)
+    assert first["old_policy_kl"] < 1e-6 and first["grad_norm"] > 0
+
+
 def test_two_meshes_side_by_side_give_the_same_updates(reference: list[dict[str, Any]], tmp_path: Path) -> None:
     apart = (
         "trainer_devices_fraction=0.5",
