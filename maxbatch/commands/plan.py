@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
 
     console = plan_console()
-    of_model = f"{_in_words(model)}; {_peak_in_words(peak, config.quantization)}"
+    of_model = f"{_in_words(model)}\n{_peak_in_words(peak, config.quantization)}"
     render_plan(plan, PlanConfig.of(config), of_model, console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")

@@ -137,7 +137,7 @@ def equation(plan: BatchPlan) -> str:
 def render_plan(plan: BatchPlan, config: PlanConfig, model: str, console: Console) -> None:
     """Prints the whole plan: the equation, the model, every number by the name it has in JSON, the ramp, the rates."""
     console.print(Text(equation(plan), style="bold"))
-    console.print(Text(model), soft_wrap=True)
+    console.print(Text(model))
     console.print(_numbers(plan, console.width), soft_wrap=True, end="")
     try:
         rate = LearningRate.from_config(config, plan.manager)
