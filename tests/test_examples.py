@@ -156,19 +156,23 @@ def test_an_audit_that_compiles_much_finds_what_the_page_tells(name: str) -> Non
 def test_an_audit_finds_the_mean_of_means_of_an_average_over_devices(make: str, broken: set[str]) -> None:
     pytest.importorskip("torch")
     found = maxbatch.audit(getattr(example("audit_torch"), make), updates=2)
-    assert {each.promise for each in found.broken} == broken, str(found)
-    assert all(each.cause == "mean of means" for each in found.broken)
+    check_means(found, broken)
 
 
 @pytest.mark.slow
 @pytest.mark.parity
-@pytest.mark.parametrize(("make", "broken"), [("make", {}), ("make_of_means", MEANS)])
-def test_an_audit_finds_the_mean_of_means_of_a_model_that_takes_no_number_of_items(
-    make: str, broken: dict[str, str]
-) -> None:
+@pytest.mark.parametrize(("make", "broken"), [("make", set[str]()), ("make_of_means", set(MEANS))])
+def test_an_audit_finds_the_mean_of_means_of_a_model_that_takes_no_number_of_items(make: str, broken: set[str]) -> None:
     pytest.importorskip("transformers")
-    found = maxbatch.audit(getattr(example("audit_transformers"), make), updates=2)
-    assert {each.promise: each.cause for each in found.broken} == broken, str(found)
+    check_means(maxbatch.audit(getattr(example("audit_transformers"), make), updates=2), broken)
+
+
+def check_means(found: maxbatch.Audit, broken: set[str]) -> None:
+    """Where a part has no trained token, the trainer may raise, or Adam may hide the scale of the gradient."""
+    causes = {each.promise: each.cause for each in found.broken}
+    assert causes.keys() == broken, str(found)
+    assert {causes[promise] for promise in broken - {"empty", "padding"}} <= {"mean of means"}
+    assert set(causes.values()) <= {"mean of means", None}
 
 
 def check_audit(name: str) -> None:
