@@ -39,6 +39,7 @@ class Plan:
     pause_s: float = 5.0  # of the kind `pause`
     down: bool = False  # every request fails
     matching: str = ""  # regular expression on method and path of the requests that fail, or are held; "" for all
+    bucket: str = ""  # the only one whose requests fail; "" for all
     together: int = 0  # the first so many requests are held until all of them have come, and go on at the same moment
     full_after_bytes: int | None = None  # bodies of writes, in sum, after which writes are refused
     full_status: int = 507
@@ -155,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.server.written += size
             if self.server.written > plan.full_after_bytes:
                 return self._refuse(plan.full_status)
-        if plan.matching and not re.search(plan.matching, request):
+        if plan.bucket not in request or (plan.matching and not re.search(plan.matching, request)):
             return False
         if not plan.down and self.server.random.random() >= plan.share:
             return False

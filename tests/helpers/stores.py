@@ -61,7 +61,11 @@ class Store:
         return f"{self.scheme}://{name}"
 
     def plan(self, **fields: Any) -> None:
-        """Plans the faults of requests from now on; without arguments there are none."""
+        """Plans the fate of requests from now on; without fields all succeed.
+
+        Failures that are counted (`at_most`) are those of the newest bucket.
+        """
+        fields |= {"bucket": self._newest} if "at_most" in fields else {}
         assert self._ask("POST", "/__plan__", json.dumps(fields).encode())[0] == 200
 
     @contextlib.contextmanager

@@ -122,6 +122,20 @@ def test_a_v4_compiles_a_wide_last_projection_with_its_own_flags(capsys: pytest.
     assert "maxbatch: warning" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("topology", "quantization", "eight_bits"), [("v6e:2x2", "int8", "s8"),
+                                                                      ("tpu7x:2x2x1", "fp8", "f8e4m3fn")])  # fmt: skip
+def test_products_and_gathers_of_weights_are_of_8_bits(topology: str, quantization: str, eight_bits: str) -> None:
+    layer = ("base_num_decoder_layers=1", "base_num_query_heads=2", "base_num_kv_heads=2", "scan_layers=false")
+    arguments = ["model_name=llama2-7b", *NARROW, *layer, "per_device_batch_size=1", f"quantization={quantization}"]
+    assert main(["compile", *arguments, "--topology", topology, "--output", "saved", "--hlo", "hlo"]) == 0
+    (step,) = Path("hlo").glob("step-*.hlo")
+    program = step.read_text()
+    gathered = re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", program)
+    assert gathered.count(eight_bits) > len(gathered) / 2, gathered
+    sums = "s32" if quantization == "int8" else "f32"
+    assert re.search(rf"= {sums}\[\S+ convolution\(", program) and f"{eight_bits}[" in program
+
+
 def test_slices_compile_over_their_network(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["model_name=llama2-7b", *NARROW, "per_device_batch_size=2", "dcn_data_parallelism=2"]
     assert main(["compile", *arguments, "--topology", "v5e:2x2", "--slices", "2", "--output", "s", "--json"]) == 0
