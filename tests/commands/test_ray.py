@@ -20,7 +20,12 @@ from tests.helpers.processes import wait_for
 from tests.helpers.sweeps import write_sweep
 from tests.helpers.tiny import read_metrics
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.ray,
+    pytest.mark.slow,
+    # Ray starts its processes by a fork; where other modules of tests have started JAX, JAX warns of it.
+    pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning"),
+]
 _NODE = {"num_cpus": 1, "object_store_memory": 80 << 20}
 KillNode = Callable[[], None]
 
