@@ -38,9 +38,8 @@ from maxbatch.training.scoring import Scorer
 from maxbatch.training.weights.parameters import open_source, restored
 
 _LARGEST_EXPONENT = 709.0  # of a float
-# Keys of a run's training; here all devices share the model and compute in dtype, unless the caller states otherwise.
+# Keys of a run's training; here all devices share the model, unless the caller states otherwise.
 _DEFAULTS = {
-    "quantization": "",
     "attention": "auto",
     "remat_policy": "none",
     "num_pipeline_microbatches": "-1",

@@ -73,15 +73,13 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.weights.parameters import open_source, restored
 
     source = open_source(args.run_dir, args.averaged)
-    stated = [text.partition("=")[0].strip() for text in args.overrides]
-    overrides = args.overrides if "quantization" in stated else ["quantization=", *args.overrides]
-    config = source.config(overrides)
+    config = source.config(args.overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = tokenizer_of(config)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer states
-        config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower(), *overrides])
+        config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower(), *args.overrides])
     model = DecoderConfig.of(config)
     _, params = restored(source, model)
     ends = end_tokens(config.load_parameters_path)  # of a run: the end tokens of the model that it started from

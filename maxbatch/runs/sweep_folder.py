@@ -23,7 +23,7 @@ from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.runs.metrics import is_weightless, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
-from maxbatch.system.storage import AnyPath, is_remote
+from maxbatch.system.storage import AnyPath
 
 SWEEP_METRICS: dict[str, str] = {
     Metric.EVAL_LOSS: "eval_loss, the last one of the trial",
@@ -123,11 +123,6 @@ class SweepFolder:
             return Trial(found["number"], path.parent, found["overrides"], found["config"])
 
         trials = [trial for path in self.path.glob("trials/*/trial.json") if (trial := read(path))]
-        if is_remote(self.path):  # listings may lag behind writes, but the numbers have no gaps
-            number = max((trial.number for trial in trials), default=-1) + 1
-            while newer := read(self.trial_folder(number) / "trial.json"):
-                trials.append(newer)
-                number += 1
         return sorted(trials, key=lambda trial: trial.number)
 
     def add(self, number: int, overrides: dict[str, str], config: dict[str, str] | None) -> Trial:

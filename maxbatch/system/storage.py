@@ -16,7 +16,7 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, TypeVar, overload
 
@@ -183,21 +183,6 @@ def file_sizes(folder: AnyPath) -> dict[str, int]:
             return {}
     with os.scandir(folder) as entries:
         return {entry.name: entry.stat().st_size for entry in entries if entry.is_file()}
-
-
-def size_of(path: AnyPath, listed: Mapping[str, int]) -> int | None:
-    """Returns the size of a file in bytes, or None if there is no file.
-
-    Args:
-      path: the file.
-      listed: `file_sizes` of its folder, which may lag behind writes.
-    """
-    if path.name in listed:
-        return listed[path.name]
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return None
 
 
 def is_misplaced(path: AnyPath, is_folder: bool) -> bool:

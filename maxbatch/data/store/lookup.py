@@ -18,15 +18,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Store
-from maxbatch.data.store.token_store import (
-    MANIFEST,
-    Manifest,
-    TokenStore,
-    load_folder,
-    open_folder,
-    signatures,
-    was_prepared,
-)
+from maxbatch.data.store.token_store import Manifest, TokenStore, load_folder, open_folder, signatures, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
@@ -115,7 +107,7 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
     folder = as_path(value)
     where = f"{key}={shown(repr(value))}"
     needs = f"{where}: dataset_type=tokens needs a folder that `maxbatch prepare` wrote"
-    if not value or not (folder.is_dir() or (folder / MANIFEST).is_file()):  # a listing may lag behind writes
+    if not value or not folder.is_dir():
         raise ConfigError(needs)
     try:
         store = load_folder(folder)

@@ -27,7 +27,7 @@ from maxbatch.data.store.token_store import BUILDING_FOLDER, MANIFEST, shard_nam
 from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.system.bounded import read_bytes, read_json
 from maxbatch.system.npy import read_npy
-from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, size_of, upload
+from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
 
 _ARRAYS = {"counts": "uint8", "lengths": "int64", "digests": "uint8", "held_out": "int64", "hashes": "uint32"}
 _COUNTS = ("jobs", "tokens", "source_bytes", "skipped", "text_bytes")
@@ -185,7 +185,7 @@ class RemoteShards:
         """Yields the shards that an earlier build of the same signature finished, from the first on."""
         sizes = file_sizes(self._folder)
         for number in itertools.count():
-            size = size_of(self._folder / _name(number), sizes)
+            size = sizes.get(_name(number))
             shard = None if size is None else self._read(number)
             if shard is None or shard.facts.tokens * itemsize != size:
                 return

@@ -39,7 +39,7 @@ from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.npy import read_npy
-from maxbatch.system.storage import AnyPath, file_sizes, is_remote, size_of
+from maxbatch.system.storage import AnyPath, file_sizes, is_remote
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
@@ -310,7 +310,7 @@ def _read_manifest(folder: AnyPath) -> Manifest:
     if manifest is None or not _is_manifest(manifest):
         raise damaged_file(folder / MANIFEST, "it is missing, damaged or of another version")
     for name, size in manifest["sizes"].items():
-        found = size_of(folder / name, sizes)
+        found = sizes.get(name)
         if found is None:
             raise damaged_file(folder / name, "it is missing")
         if found != size:

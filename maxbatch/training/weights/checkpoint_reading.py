@@ -75,7 +75,7 @@ class StoredCheckpoint:
         return str(self.folder)
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
-        """Returns the config of its run, with "key=value" texts over it.
+        """Returns the config of its run, with "key=value" texts over it; without them the model computes in `dtype`.
 
         Raises:
           ConfigError: `config.yml` cannot be read, or its model differs from the checkpoint's.
@@ -87,7 +87,7 @@ class StoredCheckpoint:
             if key in stored and stored[key] != config[key]:
                 there, here = (shown(repr(value)) for value in (config[key], stored[key]))
                 raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
-        return load_config(file, overrides) if overrides else config
+        return load_config(file, ["quantization=", *overrides])
 
     @property
     def identity(self) -> str:
