@@ -23,6 +23,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.data.store.blocks import BLOCKS
 from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.formats import CUTTING
 from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.shards import KeepShard, RemoteShards, Shard, ShardWriter
@@ -124,7 +125,7 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
     """Builds a store shard by shard on this machine's disk and copies each to an object store, the manifest last."""
     refusal = "is preparing it; wait for it, or give another folder"
     with leased(folder, refusal) as check, tempfile.TemporaryDirectory(prefix=BUILDING) as temporary:
-        shards = RemoteShards(folder, build.signature)
+        shards = RemoteShards(folder, f"{build.signature} {CUTTING}")
 
         def keep(number: int, file: Path, shard: Shard) -> None:
             check()

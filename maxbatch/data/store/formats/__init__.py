@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeVar
 
 from maxbatch.data.store.files import open_file
+from maxbatch.data.store.formats.gzip_cuts import Cut
 from maxbatch.system.source_files import SourceFile
 
 # Handles a bad record, given its problem: raises, or returns the empty document if bad records are left out.
@@ -21,6 +22,8 @@ Bad = Callable[[str], bytes]
 
 # The size of a piece, about: large enough to be worth a request to a worker, small enough to share evenly.
 PIECE_BYTES = 4 << 20
+# The version of the rules by which files are cut: a build that was killed continues behind a number of pieces.
+CUTTING = 2
 
 T = TypeVar("T")
 
@@ -33,9 +36,10 @@ class Piece(NamedTuple):
     """A part of a file."""
 
     file: SourceFile
-    begin: int  # in the unit of the format: bytes, row groups or records
+    begin: int  # in the unit of the format: bytes, of the content if it is packed, row groups or records
     end: int
     size: int  # about how many bytes of the file it is
+    cut: Cut | None = None  # of a gzip file: the member that decompressing begins at; None: the first
 
 
 class Format(Protocol):

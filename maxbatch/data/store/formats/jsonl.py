@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
+import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -12,10 +14,11 @@ from typing import BinaryIO
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, record_as_json
+from maxbatch.data.store.formats.gzip_cuts import MAGIC, Cut, line_cuts
 from maxbatch.system.bounded import TOO_MANY_VALUES, has_too_many_values
 from maxbatch.system.source_files import SourceFile
+from maxbatch.system.storage import is_remote
 
-_GZIP_MAGIC = b"\x1f\x8b"
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 1 << 20
 _LONGEST_LINE = 128 << 20  # bytes; reading a record takes several times as much memory
@@ -29,22 +32,23 @@ class JsonLines:
     bad: Bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields blocks of bytes; a gzip file (recognised by its first bytes) is one piece."""
+        """Yields blocks of bytes; of a gzip file (recognised by its first bytes) lines of whole members."""
         with open_file(file) as stream:
-            step = max(file.size, 1) if stream.read(2) == _GZIP_MAGIC else PIECE_BYTES
-        for begin in range(0, file.size, step):
-            end = min(begin + step, file.size)
-            yield Piece(file, begin, end, end - begin)
+            is_gzip = stream.read(len(MAGIC)) == MAGIC
+            if is_gzip:
+                yield from _packed_pieces(file, stream)
+        if not is_gzip:
+            for begin in range(0, file.size, PIECE_BYTES):
+                end = min(begin + PIECE_BYTES, file.size)
+                yield Piece(file, begin, end, end - begin)
 
     def documents(self, piece: Piece) -> Iterator[bytes]:
         """Yields the text of each line."""
         with open_file(piece.file) as stream:
-            is_gzip = stream.read(2) == _GZIP_MAGIC
-            stream.seek(0)
-            if is_gzip:
-                lines = _lines(gzip.GzipFile(fileobj=stream), 0, None)
-            else:
+            if piece.cut is None:
                 lines = _lines(stream, piece.begin, piece.end)
+            else:
+                lines = _packed_lines(stream, piece.cut, piece.end)
             yield from self._texts(lines, piece)
 
     def _texts(self, lines: Iterable[bytes], piece: Piece) -> Iterator[bytes]:
@@ -96,38 +100,57 @@ class JsonLines:
         return f"no field text_field={name}; its fields: {fields}"
 
 
-def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int | None) -> Iterator[bytes]:
-    """Yields the lines that begin in a part of a file (None: to its end); a line that is too long is cut."""
+def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int) -> Iterator[bytes]:
+    """Yields the lines that begin in a part of a file; a line that is too long is cut."""
     position = max(begin - 1, 0)
     if position:
         stream.seek(position)
     if begin:
-        position += _skip_line(
-            stream, None if end is None else end - position
-        )  # the end of a line that began before the part
-    while (end is None or position < end) and (line := stream.readline(_LONGEST_LINE + 1)):
+        position += _skip_line(stream, end - position)  # the end of a line that began before the part
+    while position < end and (line := stream.readline(_LONGEST_LINE + 1)):
         position += len(line)
         if len(line) > _LONGEST_LINE and not line.endswith(b"\n"):
-            position += _skip_line(stream, None if end is None else end - position)
+            position += _skip_line(stream, end - position)
         yield line
 
 
-def _skip_line(stream: BinaryIO | gzip.GzipFile, most: int | None) -> int:
+def _skip_line(stream: BinaryIO | gzip.GzipFile, most: int) -> int:
     """Reads to the end of a line, or `most` bytes and a block; returns how many bytes it read."""
     skipped = 0
-    while (most is None or skipped < most) and (block := stream.readline(_BLOCK_BYTES)):
+    while skipped < most and (block := stream.readline(_BLOCK_BYTES)):
         skipped += len(block)
         if block.endswith(b"\n"):
             break
     return skipped
 
 
+def _packed_pieces(file: SourceFile, stream: BinaryIO) -> Iterator[Piece]:
+    """Yields the pieces of a gzip file; one in an object store is one piece, since finding its cuts would read it."""
+    is_cut = file.size > PIECE_BYTES and not is_remote(file.path)
+    first, end = Cut(0, 0, 0), Cut(sys.maxsize, file.size, 0)
+    cuts = itertools.chain([first], line_cuts(stream, PIECE_BYTES) if is_cut else (), [end])
+    for cut, after in itertools.pairwise(cuts):
+        yield Piece(file, cut.line, after.line, after.member - cut.member, cut)
+
+
+def _packed_lines(stream: BinaryIO, cut: Cut, end: int) -> Iterator[bytes]:
+    """Yields the lines of a gzip file from a cut to `end`, in bytes of the content."""
+    stream.seek(cut.member)
+    content, left = gzip.GzipFile(fileobj=stream), cut.line - cut.member_content
+    while left and (block := content.read(min(left, _BLOCK_BYTES))):
+        left -= len(block)
+    yield from _lines(content, 0, end - cut.line)
+
+
 def _lines_before(piece: Piece) -> int:
     """Counts the lines that begin before a piece, by reading the file again: only messages need the number."""
-    lines = 0
-    with open_file(piece.file) as stream:
-        left = piece.begin - 1
-        while left > 0 and (block := stream.read(min(left, 1 << 20))):
+    if not piece.begin:
+        return 0
+    with open_file(piece.file) as file:
+        if piece.cut:
+            return sum(1 for _ in _lines(gzip.GzipFile(fileobj=file), 0, piece.begin))
+        lines, left = 1, piece.begin - 1
+        while left > 0 and (block := file.read(min(left, _BLOCK_BYTES))):
             lines += block.count(b"\n")
             left -= len(block)
-    return lines + (piece.begin > 0)
+    return lines

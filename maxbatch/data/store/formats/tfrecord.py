@@ -15,13 +15,13 @@ from typing import BinaryIO
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, TokenIds, checked_utf8
 from maxbatch.data.store.formats.example import example_field
+from maxbatch.data.store.formats.gzip_cuts import MAGIC
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.source_files import SourceFile
 from maxbatch.system.storage import is_remote
 
 _HEAD, _TAIL = struct.Struct("<QI"), struct.Struct("<I")  # length and its checksum; the checksum of the bytes
 _MOST_RECORD_BYTES = 1 << 30
-_GZIP_MAGIC = b"\x1f\x8b"
 _MASK_DELTA = 0xA282EAD8
 
 
@@ -104,7 +104,7 @@ class TFRecords:
         try:
             self._length(head)
         except EOFError:
-            return head.startswith(_GZIP_MAGIC)
+            return head.startswith(MAGIC)
         return False
 
     def _length(self, head: bytes) -> int:
