@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -33,7 +34,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 os.environ.pop("PYTHONUNBUFFERED", None)  # what must be printed at once is, also without it
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # of the commands that tests start, the first compiles the package
+# Of the workers and of the commands that tests start, the first compiles a module, and not each of them anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # One folder for the whole session, shared by the workers of pytest-xdist and by the commands that tests start.
 _SESSION = Path(os.environ.setdefault("TESTS_SESSION_DIR", tempfile.mkdtemp(prefix="maxbatch-tests-")))
