@@ -135,12 +135,14 @@ def test_scores_do_not_depend_on_the_batch_or_the_devices_and_are_those_of_trans
     from lm_eval.models.huggingface import HFLM
 
     from maxbatch.training.harness.model import HarnessModel
-    from maxbatch.training.harness.tasks import _load
+    from maxbatch.training.harness.tasks import load_tasks
 
     export_model(str(run_dir), str(tmp_path / "exported"), None)
     theirs = HFLM(pretrained=str(tmp_path / "exported"), batch_size=1, device="cpu", dtype="float32")
     names = [str(tasks)]
-    expected = evaluator.evaluate(theirs, _load(names, "--tasks ", None, None), bootstrap_iters=1000, log_samples=False)
+    expected = evaluator.evaluate(
+        theirs, load_tasks(names, "--tasks ", None, None), bootstrap_iters=1000, log_samples=False
+    )
     assert expected is not None
     scores = expected["results"]
     assert 0 < scores["made_up_choice"]["acc,none"] < 1 and 0 < scores["made_up_completion"]["exact_match,none"] < 1

@@ -110,6 +110,11 @@ def test_tests_mirror_the_package(room: str) -> None:
     assert (ROOT / "maxbatch" / room).is_dir()
 
 
+def test_no_test_imports_a_private_name() -> None:
+    private = re.compile(r"^\s*(?:from maxbatch\S* import .*|(?:from|import) maxbatch\S*\.)\b_[a-z]", re.M)
+    assert not [path for path in (ROOT / "tests").rglob("*.py") if private.search(path.read_text())]
+
+
 @pytest.mark.parametrize("room", WALLS)
 def test_a_room_imports_the_sections_of_the_config_that_it_may_know(room: str) -> None:
     nodes = [node for tree in _trees(room) for node in ast.walk(tree)]

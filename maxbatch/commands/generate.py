@@ -121,7 +121,7 @@ def _talk(chat: Chat, args: argparse.Namespace) -> int:
     for message in _lines() if args.prompt is None else [args.prompt]:
         is_asked = True
         try:
-            _answer(chat, message)
+            print_answer(chat, message)
         except ConfigError as error:
             if not on_terminal:
                 raise
@@ -135,7 +135,8 @@ def _talk(chat: Chat, args: argparse.Namespace) -> int:
     return EXIT_DONE
 
 
-def _answer(chat: Chat, message: str) -> None:
+def print_answer(chat: Chat, message: str) -> None:
+    """Prints the answer to a message as it is sampled, and notes on standard error if it is empty or cut off."""
     answer = ""
     for piece in chat.say(message):
         print(_shown(piece), end="", flush=True)

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
         BatchPlan.from_config(config, num_devices, args.simulate_hosts)
         per_host = str(num_devices // args.simulate_hosts)
         command = ["rl", *args.config, "--simulate-devices", per_host]
-        return run_hosts(command, args.simulate_hosts, partial(_last_saved, config), config.heartbeat_timeout_s)
+        return run_hosts(command, args.simulate_hosts, partial(newest_saved, config), config.heartbeat_timeout_s)
     if args.simulate_devices:
         from maxbatch.commands.simulation import simulate_devices
 
@@ -55,14 +55,14 @@ def run(args: argparse.Namespace) -> int:
 
     with refusing_together():
         state_flags(config.libtpu_flags, config.data_cache_dir)  # to join the other hosts starts JAX
-    with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
+    with together(report, config.heartbeat_timeout_s, partial(newest_saved, config)):
         outcome = train_policy(config)
     if outcome.stopped_by is None:
         return 0
     return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
 
 
-def _last_saved(config: Config) -> int | None:
+def newest_saved(config: Config) -> int | None:
     """Returns the newest step from which the same command would continue, or else that of the warm start.
 
     None if there is neither.

@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     with refusing_together():
         state_flags(config.libtpu_flags, config.data_cache_dir)  # to join the other hosts starts JAX
-    with together(report, config.heartbeat_timeout_s, partial(_last_saved, config)):
+    with together(report, config.heartbeat_timeout_s, partial(newest_saved, config)):
         outcome = train(config)
     if outcome.stopped_by is None:
         return 0
@@ -66,7 +66,7 @@ def _try(config: Config, args: argparse.Namespace) -> int:
     return try_run(config, trial)
 
 
-def _last_saved(config: Config) -> int | None:
+def newest_saved(config: Config) -> int | None:
     """Returns the newest step from which the same command would continue; None if there is none."""
     from maxbatch.runs.position import last_saved
     from maxbatch.system.storage import as_path
@@ -88,5 +88,5 @@ def _run_simulated_hosts(args: argparse.Namespace, num_hosts: int, config: Confi
     num_devices = args.simulate_devices or num_hosts
     check_hosts(num_devices, num_hosts)
     per_host = str(num_devices // num_hosts)
-    command, last_saved = ["train", *args.config, "--simulate-devices", per_host], partial(_last_saved, config)
+    command, last_saved = ["train", *args.config, "--simulate-devices", per_host], partial(newest_saved, config)
     return run_hosts(command, num_hosts, last_saved, config.heartbeat_timeout_s)

@@ -88,21 +88,21 @@ def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> 
         works = ""
         if config.ramp.enable_rampup_batch_size:
             batches = [stage.global_batch_size for stage in manager.stages]
-            works = f"; works: global_rampup_samples={_enough_samples(batches)}"
+            works = f"; works: global_rampup_samples={enough_samples(batches)}"
         yield said + works
 
 
-def _enough_samples(batches: list[int]) -> int:
+def enough_samples(batches: list[int]) -> int:
     """Returns a `global_rampup_samples` that gives every stage an update: the least one, if few have to be tried."""
     n = len(batches) - 1
     enough = n * max(batches[:-1])  # then no update passes two thresholds
     entries = itertools.accumulate(batches[:-2])  # of stages 1 to n - 1, at least
     first = max((n * entry // (stage + 2) for stage, entry in enumerate(entries)), default=0) + 1
     tried = range(first, min(enough, first + _MOST_TRIES // n))
-    return next((length for length in tried if _visits_all(batches, length)), enough)
+    return next((length for length in tried if visits_all(batches, length)), enough)
 
 
-def _visits_all(batches: list[int], length: int) -> bool:
+def visits_all(batches: list[int], length: int) -> bool:
     """Returns whether every stage of a ramp of this length has an update."""
     n, position = len(batches) - 1, 0
     for stage, batch in enumerate(batches[:-1]):

@@ -147,7 +147,7 @@ class Sampler:
         self._drawable_V[[i for i in never if i not in (None, tokenizer.eos_id)]] = False
         self.executable: Callable[..., Responses] | None = None  # the compiled result of `lower`; all calls use it
         self._respond: Callable[[_Program], Callable[..., Responses]] = cache(
-            lambda program: partial(_respond, program) if jit is jax.jit else jit(partial(_responses, program))
+            lambda program: partial(jit_responses, program) if jit is jax.jit else jit(partial(_responses, program))
         )
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
@@ -179,7 +179,7 @@ class Sampler:
         """Returns the lowered program of a call with such parameters and rules, for `executable`."""
         prompts_BxP, lengths_B = np.zeros((num_rows, self._prompt_length), np.int32), np.ones(num_rows, np.int32)
         program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, np.zeros((num_rows, 3)), rules)
-        lowered: jax.stages.Lowered = _respond.lower(
+        lowered: jax.stages.Lowered = jit_responses.lower(
             program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors
         )
         return lowered
@@ -315,7 +315,7 @@ def _responses(
     return placed
 
 
-_respond = jax.jit(_responses, static_argnums=0)
+jit_responses = jax.jit(_responses, static_argnums=0)
 
 
 def _check_finite(logprobs: jax.Array | np.ndarray) -> None:

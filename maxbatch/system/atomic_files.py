@@ -56,7 +56,7 @@ def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
         raise
 
 
-def _descriptor(path: Path) -> int | None:
+def descriptor_of(path: Path) -> int | None:
     """Returns the open descriptor of this process that a path names, or None."""
     name = os.path.abspath(path)
     found = _DESCRIPTOR.fullmatch(name)
@@ -69,12 +69,12 @@ def _takes_bytes(path: Path) -> bool:
         mode = path.stat().st_mode
     except FileNotFoundError:
         return False
-    return _descriptor(path) is not None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
+    return descriptor_of(path) is not None or not (stat.S_ISREG(mode) or stat.S_ISDIR(mode))
 
 
 def _writing_into(path: Path) -> BinaryIO:
     """Opens a device, a pipe or a descriptor for writing; a descriptor continues at its current offset."""
-    number = _descriptor(path)
+    number = descriptor_of(path)
     if number is None:
         return open(path, "wb")
     for stream in (sys.stdout, sys.stderr):

@@ -96,7 +96,7 @@ class Pod:
             shown = different[:_MOST_SHOWN]
             own = {key: leaves[key[0]][key[1]] for key in shown if key[1] in leaves[key[0]]}
             values: dict[int, dict[tuple[str, str], Any]] = self._exchange("same()", own)
-            lines = [_difference(key, {host: v[key] for host, v in values.items() if key in v}) for key in shown]
+            lines = [difference(key, {host: v[key] for host, v in values.items() if key in v}) for key in shown]
             more = [f"and {len(different) - len(shown)} more"] if len(different) > len(shown) else []
             raise AssertionError("\n".join(["the hosts disagree:", *lines, *more]))
 
@@ -181,7 +181,7 @@ def _shards(name: str, array: jax.Array) -> dict[str, Any]:
     return parts
 
 
-def _difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
+def difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
     """Returns a line that names the hosts and what each holds."""
     import numpy as np
 

@@ -548,7 +548,7 @@ class RunningPretraining:
         context, config = opened.context, opened.context.config
         # A sample needs the cache of the config's own model, and a tokenizer of the data.
         is_own = opened.is_own or opened.tokenizer().identity == IDS
-        asks = _prompt_flag(config.generate_prompt)
+        asks = prompt_flag(config.generate_prompt)
         if config.generate_prompt and not is_own and not context.stop.is_asked:
             params = self._merged(state)
             try:
@@ -583,18 +583,18 @@ class RunningPretraining:
             return None
         question, prompts = answers.questions[0], answers.prompts
         if prompts is None or not prompts.is_prompt(question.prompt):
-            asks = _prompt_flag(answers.tokenizer.decode(question.prompt))
+            asks = prompt_flag(answers.tokenizer.decode(question.prompt))
         else:
             asks = " --chat"
             if config.generate_prompt != keys()["generate_prompt"].default:
-                asks += _prompt_flag(config.generate_prompt)
+                asks += prompt_flag(config.generate_prompt)
                 ids = prompts.ids([{"role": "user", "content": config.generate_prompt}])
                 question = Question(ids.tolist()[: config.max_target_length - 1], [])
         answer = answers.to(question, params)
         return f"{answer.question}{answer.answer}", asks
 
 
-def _prompt_flag(prompt: str) -> str:
+def prompt_flag(prompt: str) -> str:
     """Returns a flag that a shell reads as a prompt."""
     if not prompt:
         return ""

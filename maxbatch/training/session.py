@@ -466,7 +466,8 @@ class Session(Generic[B]):
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
         resumed = f", resumed at step {step}, sample {samples_seen:,}, from {self._restored_from}" if step else ""
         self.console.print(
-            f"{_parameters(self.planned.abstract)} | {self.config.dataset_type}{epoch} | {self.config.run_dir}{resumed}"
+            f"{parameters_in_words(self.planned.abstract)} | {self.config.dataset_type}{epoch} | "
+            f"{self.config.run_dir}{resumed}"
         )
         if self.config.run_name or self.config.base_output_directory:
             where, name = self.config.base_output_directory, self.config.run_name
@@ -509,7 +510,7 @@ def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> R
     return Resume(position.step, position.samples_seen, hosts[0], hosts[1], position.samples_planned)
 
 
-def _parameters(abstract: TrainState) -> str:
+def parameters_in_words(abstract: TrainState) -> str:
     """Returns the number of a model's parameters in words, and of adapters how many are trained."""
     model, trained = num_parameters(abstract.model), num_parameters(abstract.params)
     if abstract.frozen is None:

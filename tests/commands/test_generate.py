@@ -23,7 +23,7 @@ from maxbatch.config.sections import Config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.decoder_config import DecoderConfig
-from maxbatch.sampling.sampler import SamplingRules, _respond
+from maxbatch.sampling.sampler import SamplingRules, jit_responses
 from maxbatch.sampling.text import TextConfig, generate_text
 from maxbatch.system.errors import TrainingError
 from tests.helpers.huggingface_folders import write_folder
@@ -163,10 +163,10 @@ def test_an_empty_prompt_starts_a_document() -> None:
 
 def test_one_compilation_serves_every_prompt_length_and_setting() -> None:
     text(top_k=3)
-    before = _respond._cache_size()
+    before = jit_responses._cache_size()
     text(prompt="another, longer", n=3, temperature=0.3, top_k=5, nucleus_p=0.9, seed=9)
     text(prompt="a", n=2 * LENGTH, temperature=0.0, nucleus_p=0.5)
-    assert _respond._cache_size() == before
+    assert jit_responses._cache_size() == before
 
 
 @pytest.mark.parametrize("prompt", ["a\0b", "a\ud800b"])

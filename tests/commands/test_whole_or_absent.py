@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.commands.fit.command import _write
+from maxbatch.commands.fit.command import write_choice
 from maxbatch.system.storage import as_path
 from maxbatch.training.pretraining import train
 from tests.helpers.full_disk import small_disk
@@ -138,7 +138,7 @@ def test_a_report_and_a_choice_of_fit_on_a_full_disk_leave_what_was_there(
         config.write_text("steps: 7\n")
         (disk / "rest").write_bytes(bytes(4096))
         with pytest.raises(Exception, match="no space left on the disk"):
-            _write(config, tiny_config(), {"per_device_batch_size": 3})
+            write_choice(config, tiny_config(), {"per_device_batch_size": 3})
         assert config.read_text() == "steps: 7\n" and sorted(p.name for p in disk.iterdir()) == ["my.yml", "rest"]
 
 

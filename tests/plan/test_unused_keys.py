@@ -10,7 +10,7 @@ import pytest
 from maxbatch import BatchPlan, load_config
 from maxbatch.cli import main
 from maxbatch.plan.batch import Resume
-from maxbatch.plan.unused_keys import _enough_samples, _visits_all
+from maxbatch.plan.unused_keys import enough_samples, visits_all
 from maxbatch.runs.position import CheckpointRecord, Position
 from tests.helpers.configs import write
 
@@ -119,12 +119,12 @@ def test_the_ramp_that_a_warning_names_visits_all_its_stages_and_is_the_shortest
     assert warning.startswith("stages 3, 5 of the ramp have no update") and works.startswith("global_rampup_samples=")
     assert warnings_of([*ramp, works], 16) == ()
     for batches in ([4, 6, 8, 10, 12, 14, 16], [16, 8], [5, 12, 19, 26], [12, 10, 8, 6]):
-        shortest = next(length for length in range(1, 1000) if _visits_all(batches, length))
-        assert _enough_samples(batches) == shortest
+        shortest = next(length for length in range(1, 1000) if visits_all(batches, length))
+        assert enough_samples(batches) == shortest
     for length in range(50, 900, 7):  # as the plan itself counts
         plan = BatchPlan.from_config(load_config(overrides=[*ramp, f"global_rampup_samples={length}", "steps=900"]), 16)
         visits = all(stage.num_steps for stage in plan.stages)
-        assert visits == _visits_all([stage.global_batch_size for stage in plan.stages], length)
+        assert visits == visits_all([stage.global_batch_size for stage in plan.stages], length)
 
 
 def test_the_words_of_others_leave_out_a_pipeline_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:

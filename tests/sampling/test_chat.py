@@ -10,7 +10,7 @@ import pytest
 from flax import nnx
 
 from maxbatch import ConfigError, load_config
-from maxbatch.commands.generate import _answer
+from maxbatch.commands.generate import print_answer
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
 from maxbatch.model.decoder import Decoder
@@ -54,7 +54,7 @@ def test_an_answer_that_ends_at_once_or_not_at_all_says_so(
         ((END, 50.0), "\n", "the answer is empty: the model ended its turn at once"),
         ((int(tokenizer.encode("x")[0]), 50.0), "xxxxxx\n", "the answer is cut off; --max-new-tokens"),
     ):
-        _answer(chat(tokenizer, likely), "hi")
+        print_answer(chat(tokenizer, likely), "hi")
         found = capsys.readouterr()
         assert found.out == printed and note in found.err
 

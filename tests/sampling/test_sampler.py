@@ -177,7 +177,7 @@ def test_ended_rows_of_groups_cost_few_steps_and_leave_the_other_responses_as_th
         compacted = respond(*inputs, end_ids=a_sixteenth)
         jax.effects_barrier()
         patched.setattr(sampler, "_LEAST_QUARTERED", 256)
-        sampler._respond.clear_cache()
+        sampler.jit_responses.clear_cache()
         in_vain = len(rows_drawn)
         plain = respond(*inputs, end_ids=a_sixteenth)
         jax.effects_barrier()
@@ -186,7 +186,7 @@ def test_ended_rows_of_groups_cost_few_steps_and_leave_the_other_responses_as_th
     steps = int((plain.lengths_B - plain.prompt_lengths_B).max())
     assert in_vain == steps and sum(rows_drawn[steps:]) == 32 * steps
     assert sum(rows_drawn[:steps]) < 0.7 * 32 * steps, rows_drawn
-    sampler._respond.clear_cache()
+    sampler.jit_responses.clear_cache()
     monkeypatch.setattr(sampler, "_LEAST_QUARTERED", 64)
     on_two = respond(*inputs, end_ids=a_sixteenth, mesh=make_mesh(config, jax.devices()[:2]))
     np.testing.assert_array_equal(on_two.tokens_BxL, plain.tokens_BxL)
@@ -197,7 +197,7 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
 ) -> None:
     config = tiny_config("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
     mesh = make_mesh(config, jax.devices()[:4])
-    monkeypatch.setattr(sampler, "_respond", sampler._respond.lower)
+    monkeypatch.setattr(sampler, "jit_responses", sampler.jit_responses.lower)
     inputs = np.zeros((8, P), np.int32), np.ones(8, np.int32), np.zeros((8, 3), np.uint32)
     sampled = Sampler(DecoderConfig.of(config), TOKENIZER, mesh, prompt_length=P)
     lowered: Any = sampled(abstract_state(UpdateConfig.of(config), mesh).params, *inputs, SamplingRules())

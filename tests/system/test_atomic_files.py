@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.system.atomic_files import _descriptor, remove_leftovers, write_atomically, writing_atomically
+from maxbatch.system.atomic_files import descriptor_of, remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
 
 
@@ -114,7 +114,7 @@ def test_a_device_a_pipe_and_a_link_stay_what_they_are(tmp_path: Path) -> None:
 def test_names_of_standard_streams_are_descriptors() -> None:
     # Not tried: what took /dev/stdout for a file would replace it for the whole machine.
     names = ["/dev/stdout", "/dev/../dev/stderr", "/dev/fd/63", "/dev/null", "/dev/fd", "stdout"]
-    assert [_descriptor(Path(name)) for name in names] == [1, 2, 63, None, None, None]
+    assert [descriptor_of(Path(name)) for name in names] == [1, 2, 63, None, None, None]
 
 
 @pytest.mark.parametrize("name", ["/dev/fd/1", "/proc/self/fd/1"])

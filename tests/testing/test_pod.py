@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from maxbatch.testing import Pod, PodError
-from maxbatch.testing.pod import _difference
+from maxbatch.testing.pod import difference
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +77,10 @@ def test_hosts_at_different_points_are_told_apart(pod: Pod) -> None:
     ],
 )
 def test_bits_that_differ_are_shown(values: list[Any], said: str) -> None:
-    assert _difference(("", ""), {host: np.array(value) for host, value in enumerate(values)}) == said
+    assert difference(("", ""), {host: np.array(value) for host, value in enumerate(values)}) == said
 
 
 def test_values_of_bfloat16_that_differ_are_shown() -> None:
     values = {host: np.array([[1, 2 + host]], jnp.bfloat16) for host in range(3)}
     said = "x['w'][0, 1]: 2 on host 0 | 3 on host 1 | 4 on host 2; 1 of 2 values differ, by at most 2"
-    assert _difference(("['w']", ""), values) == said
+    assert difference(("['w']", ""), values) == said

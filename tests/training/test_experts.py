@@ -95,9 +95,9 @@ def test_all_layouts_route_and_balance_alike_in_the_form_of_a_cpu_or_of_accelera
     tmp_path, reference, monkeypatch, layout, scope
 ):
     expected = reference[scope]
-    computed_by = experts._computed_by
+    computed_by = experts.computed_by
     if layout in ELSEWHERE:
-        monkeypatch.setattr(experts, "_computed_by", lambda combine, _, *rest: computed_by(combine, "gpu", *rest))
+        monkeypatch.setattr(experts, "computed_by", lambda combine, _, *rest: computed_by(combine, "gpu", *rest))
     found = run(tmp_path, layout, *SCOPES[scope], UNSAVED)
     assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
     assert {name: found[0][name] for name in FIRST[2:]} == {name: expected[0][name] for name in FIRST[2:]}

@@ -25,9 +25,9 @@ from maxbatch.runs.sessions import read_sessions
 from maxbatch.runs.sweep_folder import metric_value
 from maxbatch.system.errors import DivergedError, TrainingError, writing
 from maxbatch.training.own import Parts, Rows, next_token_loss
-from maxbatch.training.pretraining import _prompt_flag, train
+from maxbatch.training.pretraining import prompt_flag, train
 from maxbatch.training.record.recorder import Output, Record
-from maxbatch.training.session import _parameters, is_due
+from maxbatch.training.session import is_due, parameters_in_words
 from maxbatch.training.update.state import TrainState
 from tests.helpers.slices import TWO_SLICES, pretend_slices
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, one_layer_config, read_metrics
@@ -258,16 +258,16 @@ def test_a_run_with_adapters_states_how_many_parameters_it_trains() -> None:
     def shapes(*sizes: int) -> Any:
         return [jax.ShapeDtypeStruct((size,), "float32") for size in sizes]
 
-    assert _parameters(TrainState(shapes(2_000_000, 442_240), (), shapes(134_515_008))) == (
+    assert parameters_in_words(TrainState(shapes(2_000_000, 442_240), (), shapes(134_515_008))) == (
         "2.4M of 134.5M parameters trained"
     )
-    assert _parameters(TrainState(shapes(134_515_008), ())) == "134,515,008 parameters"
+    assert parameters_in_words(TrainState(shapes(134_515_008), ())) == "134,515,008 parameters"
 
 
 def test_the_next_command_asks_a_shell_for_the_prompt_as_it_is() -> None:
-    assert _prompt_flag("") == "" and _prompt_flag("it's def ") == ' --prompt "it\'s def "'
+    assert prompt_flag("") == "" and prompt_flag("it's def ") == ' --prompt "it\'s def "'
     for prompt in ("Q: a\nA:", 'say "it\'s"', "$HOME `ls` \\n!"):
-        typed = ["bash", "-c", f"printf %s{_prompt_flag(prompt).replace(' --prompt', '', 1)}"]
+        typed = ["bash", "-c", f"printf %s{prompt_flag(prompt).replace(' --prompt', '', 1)}"]
         assert subprocess.run(typed, capture_output=True, text=True, check=True).stdout == prompt
 
 

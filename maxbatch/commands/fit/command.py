@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         except ConfigError as error:
             rows.append(refusal_of(left, num_slices, str(error)))
     if args.write:
-        _write(Path(args.write), config, choices[0].keys(wanted))
+        write_choice(Path(args.write), config, choices[0].keys(wanted))
     if args.json:
         survive = {"survive": [row.to_dict() for row in rows]} if smaller else {}
         print(json.dumps(record(choices, search.ways, wanted, search.skipped) | survive, indent=2))
@@ -208,7 +208,7 @@ def _check_writable(path: Path) -> None:
         raise ConfigError(f"--write {shown_path(path)}: cannot be written (Permission denied)")
 
 
-def _write(path: Path, config: Config, changes: Mapping[str, Value]) -> None:
+def write_choice(path: Path, config: Config, changes: Mapping[str, Value]) -> None:
     """Writes the choice: the lines of its keys if the config file exists, else a whole config."""
     with writing(f"--write {path}"):
         if not path.exists():

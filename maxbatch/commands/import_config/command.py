@@ -91,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
     if args.devices is not None:
         check_at_most("--devices", args.devices, MOST_DEVICES)
     known = {"auto": None, "nemo": "megatron"}.get(args.format, args.format)
-    name = known or _recognised(path, args.command)
+    name = known or recognised_format(path, args.command)
     translation, notes = translated(name, path, args.command, args.devices)
     name = translation.framework
     if args.devices is not None and name not in _PER_DEVICE:
@@ -156,7 +156,7 @@ def _read(path: Path, command: int | None) -> dict[str, Stated]:
     return shell.settings_of(shell.read_line(path, command), shown_path(path))
 
 
-def _recognised(path: Path, command: int | None = None) -> str:
+def recognised_format(path: Path, command: int | None = None) -> str:
     """Returns the format that shares the most words with a file."""
     words = _read(path, command)
     found: Counter[str] = Counter()

@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     beside = paths[0] if len(paths) == 1 else Path()
     output = as_typed(args.output) if args.output else beside / "report.html"
-    drawn = _changed(paths)  # before they are read, so that `--watch` notices a line written meanwhile
+    drawn = metrics_files(paths)  # before they are read, so that `--watch` notices a line written meanwhile
     found = _read(paths)
     _page(paths, found, args.watch or 0).write(output)
     for run in (run for one in found if one.sweep is None for run in one.runs):
@@ -107,13 +107,13 @@ def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[
         written = time.monotonic()
         while not stop.is_asked:
             time.sleep(_POLL_S)
-            if time.monotonic() - written >= seconds and (changed := _changed(paths)) != drawn:
+            if time.monotonic() - written >= seconds and (changed := metrics_files(paths)) != drawn:
                 make_page(paths, seconds).write(output)
                 drawn, written = changed, time.monotonic()
     make_page(paths).write(output)  # the last page stays
 
 
-def _changed(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
+def metrics_files(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
     """Returns the metrics of the runs with size and time, which other machines' clocks have set: some have changed if
     it differs from what it was before."""
     files = [file for path in paths for file in (path / "metrics.jsonl", *path.glob("trials/*/metrics.jsonl"))]

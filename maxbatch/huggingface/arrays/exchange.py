@@ -32,8 +32,8 @@ def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: j
       abstract: the parameter's shape, its type, and its place on the mesh.
     """
     assert isinstance(abstract.sharding, NamedSharding)
-    exchange = _exchange(place, abstract.sharding, len(abstract.shape))
-    add = _adder(place, abstract.sharding, exchange)
+    exchange = exchange_of(place, abstract.sharding, len(abstract.shape))
+    add = adder_of(place, abstract.sharding, exchange)
     found = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
     with ThreadPoolExecutor() as threads:
         for number, name in enumerate(place.names):
@@ -44,7 +44,7 @@ def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: j
     return whole
 
 
-def _exchange(place: TensorPlace, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
+def exchange_of(place: TensorPlace, sharding: NamedSharding, num_axes: int) -> list[NamedSharding]:
     """Returns the successive shardings of a tensor, from equal shares of rows to the parameter's parts.
 
     First the rows are gathered along mesh axes that do not split the parameter, then exchanged along the others. In one
@@ -81,7 +81,7 @@ def _by_rows(
     return jax.make_array_from_single_device_arrays(shape, sharding, list(threads.map(rows_of, indices.items())))
 
 
-def _adder(
+def adder_of(
     place: TensorPlace, sharding: NamedSharding, exchange: list[NamedSharding]
 ) -> Callable[[jax.Array, jax.Array, np.int32], jax.Array]:
     """Returns a compiled function that puts one of the parameter's tensors into it."""

@@ -57,7 +57,7 @@ class Experts(nnx.Module):
         family = FAMILIES[config.decoder_block]
         self.has_biases = family.has_expert_biases
         self.combine = (
-            partial(_gated, activation=ACTIVATIONS[config.mlp_activations.partition(",")[0]])
+            partial(gated, activation=ACTIVATIONS[config.mlp_activations.partition(",")[0]])
             if family.expert_limit is None
             else partial(_clamped, limit=family.expert_limit)
         )
@@ -106,10 +106,10 @@ class Experts(nnx.Module):
             biases = self.expert_gate_bias, self.expert_up_bias
             weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
         mesh = self.constrain.mesh
-        compute_over = partial(_computed_by, self.combine, self.constrain.platform, self.quantization)
+        compute_over = partial(computed_by, self.combine, self.constrain.platform, self.quantization)
         if mesh is None:
             compute = compute_over(None)
-            return _by_token(partial(_sum_of_held, axis=None, compute=compute), x_MxLxD, *routes, *weights)
+            return _by_token(partial(sum_of_held, axis=None, compute=compute), x_MxLxD, *routes, *weights)
         spec = self.constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
         rows: tuple[str, ...] = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
         rows = rows if x_MxLxD.shape[0] % num_shards(mesh, rows) == 0 else ()
@@ -121,7 +121,7 @@ class Experts(nnx.Module):
             num_experts = self.config.num_experts
             run = partial(sum_over_axis, num_experts=num_experts, axis=_AXIS, mesh=mesh, compute=compute)
         else:
-            run = partial(_sum_of_held, axis=axis, compute=compute)
+            run = partial(sum_of_held, axis=axis, compute=compute)
 
         def here(x_MxLxD: jax.Array, experts: jax.Array, shares: jax.Array, *weights: jax.Array) -> jax.Array:
             y_MxLxD = _by_token(run, x_MxLxD, experts, shares, *weights)
@@ -143,7 +143,8 @@ def _by_token(
     return run(*flat, *weights).reshape(x_MxLxD.shape)
 
 
-def _gated(gate_nxF: jax.Array, up_nxF: jax.Array, *, activation: Activation) -> jax.Array:
+def gated(gate_nxF: jax.Array, up_nxF: jax.Array, *, activation: Activation) -> jax.Array:
+    """Returns the gated product of an MLP, [n, F]."""
     return activation(gate_nxF) * up_nxF
 
 
@@ -153,7 +154,7 @@ def _clamped(gate_nxF: jax.Array, up_nxF: jax.Array, *, limit: float) -> jax.Arr
     return (jnp.clip(up_nxF, -limit, limit) + 1) * gate_nxF * jax.nn.sigmoid(1.702 * gate_nxF)
 
 
-def _sum_of_held(
+def sum_of_held(
     x_TxD: jax.Array, experts_n: jax.Array, shares_n: jax.Array, *weights: jax.Array, axis: str | None, compute: Compute
 ) -> jax.Array:
     """Returns the weighted sum of each token's expert outputs, where no axis splits the tokens.
@@ -170,9 +171,7 @@ def _sum_of_held(
     return y_TxD if axis is None else jax.lax.psum(y_TxD, axis)
 
 
-def _computed_by(
-    combine: Combine, platform: str, quantization: Quantization = "", tensor: str | None = None
-) -> Compute:
+def computed_by(combine: Combine, platform: str, quantization: Quantization = "", tensor: str | None = None) -> Compute:
     """Returns the function of an expert's rows: down(share * combine(gate(x), up(x))); `tensor` splits hidden widths.
 
     Shares multiply the input of the last product, so the backward pass does not need that product's output. On a CPU,

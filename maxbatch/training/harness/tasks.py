@@ -60,7 +60,7 @@ class Tasks:
         os.environ.setdefault("DISABLE_MULTIPROC", "1")  # the harness forks for standard errors, and threads run here
         self._limit, self._stated = limit, f"{option}{shown(','.join(names))}"
         with _apart(), _without_remarks():
-            self._loaded = _load(names, option, include_path, num_fewshot)
+            self._loaded = load_tasks(names, option, include_path, num_fewshot)
 
     def check(self, model: AskedModel) -> None:
         """Raises ConfigError for a task with completions beyond the model's context."""
@@ -135,7 +135,7 @@ def _without_remarks() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def _load(
+def load_tasks(
     names: Sequence[str], option: str, include_path: str | os.PathLike[str] | None, num_fewshot: int | None
 ) -> dict[str, Any]:
     """Returns the loaded tasks and groups.

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import BatchPlan, RampupBatchManager
-from maxbatch.commands.import_config.command import _recognised
+from maxbatch.commands.import_config.command import recognised_format
 from tests.helpers.imports import imported
 from tests.helpers.ramps_elsewhere import megatron_rampup
 
@@ -170,7 +170,7 @@ def test_megatrons_global_batch_is_kept_on_any_number_of_devices(tmp_path: Path,
 )
 def test_auto_recognises_the_format(tmp_path: Path, name: str, file: str, text: str) -> None:
     (tmp_path / file).write_text(text)
-    assert _recognised(tmp_path / file) == name
+    assert recognised_format(tmp_path / file) == name
 
 
 def test_megatrons_experts_keep_their_balance_over_layers(tmp_path: Path) -> None:

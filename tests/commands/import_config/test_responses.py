@@ -8,7 +8,7 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.cli import main
-from maxbatch.commands.import_config.command import _recognised, translated, written
+from maxbatch.commands.import_config.command import recognised_format, translated, written
 from maxbatch.commands.import_config.translation import Fate, Translation
 from maxbatch.config.loading import keys
 from maxbatch.config.unknown import hint
@@ -116,7 +116,7 @@ def test_verls_command_is_answered_with_its_batch_here(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.sh").write_text(VERL)
-    assert _recognised(tmp_path / "run.sh") == "verl"
+    assert recognised_format(tmp_path / "run.sh") == "verl"
     assert main(["import", name, "run.sh"]) == 2
     captured = capsys.readouterr()
     assert captured.err.count("\n") == 1 and not captured.out and not (tmp_path / "maxbatch.yml").exists()

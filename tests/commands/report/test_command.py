@@ -18,7 +18,7 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.commands.report import command
-from maxbatch.commands.report.command import _changed, make_page
+from maxbatch.commands.report.command import make_page, metrics_files
 from maxbatch.commands.report.runs import COLUMNS, MOST_POINTS, PANELS, ReportedRun, fitted, smoothed
 from maxbatch.pages.page import Page, packed_plotly
 from maxbatch.pages.plots import colour
@@ -199,19 +199,19 @@ def test_watch_draws_a_line_that_came_while_the_page_was_drawn(monkeypatch: pyte
     monkeypatch.setattr(Page, "write", write_beside_a_trainer)
     monkeypatch.setattr(command, "_watch", lambda paths, output, seconds, drawn: seen.append(drawn))
     assert main(["report", "a", "--watch", "1"]) == 0
-    assert seen[0] != _changed([Path("a")])
+    assert seen[0] != metrics_files([Path("a")])
 
 
 def test_watch_sees_a_run_whose_machine_has_a_clock_an_hour_behind() -> None:
     for name, age in (("a", 0), ("b", 3600)):
         write_run(Path(name), 3)
         os.utime(Path(name, "metrics.jsonl"), (time.time() - age,) * 2)
-    before = _changed([Path("a"), Path("b")])
-    assert before == _changed([Path("a"), Path("b")])
+    before = metrics_files([Path("a"), Path("b")])
+    assert before == metrics_files([Path("a"), Path("b")])
     with Path("b/metrics.jsonl").open("a") as file:
         file.write("{}")
     os.utime(Path("b/metrics.jsonl"), (time.time() - 3599,) * 2)
-    assert _changed([Path("a"), Path("b")]) != before
+    assert metrics_files([Path("a"), Path("b")]) != before
 
 
 def test_smoothing_is_the_mean_of_the_last_updates() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.cli import main
-from maxbatch.huggingface.arrays.exchange import _adder, _exchange, read_shared
+from maxbatch.huggingface.arrays.exchange import adder_of, exchange_of, read_shared
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.arrays.tensors import parameter_places, tensor_shapes
 from maxbatch.huggingface.folder.config_export import config_json
@@ -108,10 +108,10 @@ def test_no_device_has_a_whole_tensor_while_they_exchange_it(axes: dict[str, int
     mesh, abstract = make_mesh(config), abstract_model(DecoderConfig.of(config))[1]
     place = parameter_places("llama2", abstract)["layers", "mlp", "gate"]
     sharding = parameter_shardings(abstract, mesh)["layers"]["mlp"]["gate"].get_value()
-    exchange = _exchange(place, sharding, 3)
+    exchange = exchange_of(place, sharding, 3)
     whole = jax.ShapeDtypeStruct((2, *place.shape), np.float32, sharding=sharding)
     rows = jax.ShapeDtypeStruct(place.part_shape, np.float32, sharding=exchange[0])
-    compiled = _adder(place, sharding, exchange).lower(whole, rows, np.int32(0)).compile()
+    compiled = adder_of(place, sharding, exchange).lower(whole, rows, np.int32(0)).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * math.prod(place.part_shape) * 4
 
 

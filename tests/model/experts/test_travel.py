@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.model.experts.experts import _computed_by, _gated, _sum_of_held
+from maxbatch.model.experts.experts import computed_by, gated, sum_of_held
 from maxbatch.model.experts.travel import sum_over_axis
 
 _DEVICES, _EXPERTS, _TOKENS, _K, _WIDTH, _HIDDEN = 4, 8, 128, 2, 8, 16
@@ -29,11 +29,11 @@ def functions():
     split too.
     """
     cpu, elsewhere = (
-        _computed_by(lambda gate, up: _gated(gate, up, activation=jax.nn.silu), platform) for platform in ("cpu", "gpu")
+        computed_by(lambda gate, up: gated(gate, up, activation=jax.nn.silu), platform) for platform in ("cpu", "gpu")
     )
 
     def on_one(experts, x, shares, *weights):
-        return _sum_of_held(x, experts, shares, *weights, axis=None, compute=cpu)
+        return sum_of_held(x, experts, shares, *weights, axis=None, compute=cpu)
 
     def split_over(mesh, compute, tensor):
         def here(experts, x, shares, *weights):
