@@ -56,6 +56,7 @@ class Family:
     # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
+    activations: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of activations that mean others
     bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
     is_gated: bool = True  # whether its MLP has a linear projection beside the activated one
     has_qk_norm: bool = False
@@ -101,6 +102,14 @@ _GEMMA_DEFAULTS: Json = {
     "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
+_GEMMA = Family(
+    decoder_block="gemma", model_type="gemma", architecture="GemmaForCausalLM",
+    norm_adds_one=True, scales_embedding=True,
+    defaults={
+        "num_key_value_heads": 16, "head_dim": 256, "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
+    },
+    activations={"gelu": "gelu_pytorch_tanh"}, bias_fields=("attention_bias",),
+)  # fmt: skip
 _GEMMA2 = Family(
     decoder_block="gemma2", model_type="gemma2", architecture="Gemma2ForCausalLM",
     norm_adds_one=True, norms_after=True, scales_embedding=True,
@@ -122,6 +131,15 @@ _OLMO2 = Family(
     modules={
         **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
     },
+)  # fmt: skip
+# In transformers YaRN scales its global layers alone, and the base of the others has no field of its own.
+_OLMO3 = dataclasses.replace(
+    _OLMO2, decoder_block="olmo3", model_type="olmo3", architecture="Olmo3ForCausalLM",
+    defaults={
+        "rms_norm_eps": 1e-5, "sliding_window": 4096, "rope_theta": 500000.0,
+        "rope_parameters": {"sliding_attention": {"rope_theta": 500000.0}},
+    },
+    local_every=4,
 )  # fmt: skip
 _PHI3 = Family(
     decoder_block="phi3", model_type="phi3", architecture="Phi3ForCausalLM",
@@ -233,9 +251,11 @@ FAMILIES: dict[str, Family] = {
         _MISTRAL,
         _QWEN2,
         _QWEN3,
+        _GEMMA,
         _GEMMA2,
         _GEMMA3,
         _OLMO2,
+        _OLMO3,
         _PHI3,
         _GPT2,
         _MIXTRAL,

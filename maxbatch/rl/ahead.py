@@ -1,4 +1,4 @@
-"""The batches ahead: each is sampled by the policy that the batch `off_policy_steps` before it begins with.
+"""Batches that are sampled ahead: batch k by the policy with which batch k - `off_policy_steps` begins.
 
 Which policy samples a batch depends on the batch's number alone. On devices of its own sampling runs in a thread beside
 the training of the batches before; on shared devices it comes first.
@@ -48,13 +48,13 @@ class BatchesAhead:
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="maxbatch-sampling") if is_apart else None
         self._waiting: deque[Future[CollectedBatch]] = deque()  # at most `off_policy_steps` between two batches
-        self.left_out = False  # whether saved responses are of other batches, which are sampled anew
+        self.left_out = False  # whether saved responses belong to other batches than the next ones
         for batch in _read(saved) if saved else ():
             if len(self._waiting) < workshop.batch.off_policy_steps:
                 self._take_over(batch)
 
     def _take_over(self, saved: _Saved) -> None:
-        """Appends a batch that is sampled already, or notes that the plan has another one there."""
+        """Appends a saved batch, unless the plan has another batch in its place."""
         wanted, rollouts = self._num_prompts(saved.first), saved.read
         if self._workshop.batch.max_prompts_per_batch is None:
             rollouts = rollouts.pairs(slice(wanted * saved.num_generations))
@@ -66,7 +66,7 @@ class BatchesAhead:
         self._end = batch.end
 
     def _fits(self, saved: _Saved, batch: CollectedBatch) -> bool:
-        """Returns whether a saved batch, or the part of it that is wanted now, is what sampling it would give."""
+        """Returns whether sampling now would give the saved batch, or the part of it that is needed."""
         most, length = self._workshop.batch.max_prompts_per_batch, saved.read.tokens_RxL.shape[1]
         if length != self._workshop.length or saved.num_generations != self._workshop.batch.num_generations:
             return False
@@ -102,7 +102,7 @@ class BatchesAhead:
         return self._waiting.popleft().result()
 
     def _begun(self, work: Callable[P, T], *arguments: P.args, **keywords: P.kwargs) -> Future[T]:
-        """Has the thread do the work after what it was given before; without a thread, does it."""
+        """Queues the work on the sampling thread, or runs it now if there is none."""
         return (self._pool.submit if self._pool else _done)(work, *arguments, **keywords)
 
     def _sampled(self, taken: Future[State]) -> CollectedBatch:

@@ -94,8 +94,8 @@ class CollectedBatch:
     def chunks(self, part: int, params: State) -> Iterator[Pairs]:
         """Yields the chunks of an update, the last padded with rows of no weight; the first call samples the batch.
 
-        All of it is sampled before the iteration ends, so that the updates leave the later parts as they are. A part
-        without a group is a chunk of padding.
+        The whole batch is sampled before the iteration ends, so that later parts do not depend on earlier updates. A
+        part without a group is one chunk of padding.
 
         Args:
           part: the update's part of the batch, from 0 to `num_minibatches` - 1.
@@ -204,7 +204,7 @@ class CollectedBatch:
 
     @property
     def groups_missing(self) -> int:
-        """Groups that the batch lacks, since `max_prompts_per_batch` were read."""
+        """Groups that are missing after `max_prompts_per_batch` prompts."""
         return self.num_prompts - self.num_groups
 
     def num_pairs(self, part: int) -> int:

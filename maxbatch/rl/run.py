@@ -1,7 +1,7 @@
 """GRPO post-training: steps on sampled and scored responses.
 
 All pairs of a batch are drawn from one version of the parameters: those before its first update, or before the first
-update of the batch `off_policy_steps` earlier. So neither the chunks nor what runs side by side changes it.
+update of the batch `off_policy_steps` earlier. So neither chunks nor parallel work change the batch.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class OpenedPolicy:
         )
 
     def plan(self, resume: Resume) -> PlannedPolicy:
-        """Plans the run, and shares the devices out between those that train and those that sample."""
+        """Plans the run, and divides the devices between training and sampling."""
         config, devices = self.context.config, self.context.devices
         plan = BatchPlan.from_config(
             config,
@@ -209,7 +209,7 @@ class PlannedPolicy:
 
 @dataclass(frozen=True, eq=False)
 class BuiltPolicy:
-    """Training of a policy with all that its updates read open (`maxbatch.training.task.Built`)."""
+    """Training of a policy whose inputs are all open (`maxbatch.training.task.Built`)."""
 
     opened: OpenedPolicy
     planned: PlannedPolicy
@@ -247,24 +247,22 @@ class BuiltPolicy:
         return running, state
 
     def _batches_ahead(self) -> BatchesAhead:
-        """Returns the batches; the pairs of one are collected while its first update is taken."""
+        """Returns the batches of the run; a batch is collected at the latest during its first update."""
         manager, workshop = self.planned.plan.manager, self.planned.workshop
 
         def num_prompts(first: int) -> int:
-            # Behind the end of the run, whose last checkpoint serves a longer one, batches are whole.
+            # Batches after the end of the run are whole: a longer run may resume from its last checkpoint.
             return manager.rows_at(first) // workshop.batch.num_generations or workshop.batch.batch_size
 
         ahead = BatchesAhead(
             workshop, self.start.position.samples_seen, num_prompts, not self.planned.shares_devices, self.start.ahead
         )
         if ahead.left_out:
-            warn(
-                "the responses of the checkpoint are those of other batches than the ones ahead, which are sampled anew"
-            )
+            warn("the responses in the checkpoint belong to other batches than the next ones, which are sampled anew")
         return ahead
 
     def _state(self, restored: TrainState | None) -> TrainState:
-        """Returns the state to start from: a restored one, with the model that its adapters adapt, or a first one."""
+        """Returns the restored state, with the model that its adapters adapt, or else a new one."""
         abstract = self.planned.abstract
         if restored and abstract.frozen is None:
             return restored
@@ -287,7 +285,7 @@ class RunningPolicy:
     evaluator: PolicyEvaluator | None
     unrecorded: dict[str, float] = field(default_factory=dict)  # metrics of an eval that join the next record
     rewards_seen: set[float] = field(default_factory=set)  # the least and the greatest of each batch
-    problems: set[str] = field(default_factory=set)  # the reward without a value that was warned about
+    problems: set[str] = field(default_factory=set)  # the failures of rewards that a warning has named
 
     takes_turns: ClassVar[bool] = True  # the responses of a batch need the parameters of the update before
 

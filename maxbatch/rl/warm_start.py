@@ -42,7 +42,7 @@ def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcom
     documents = config.warm_start_path or str(folder / "worked_examples.jsonl")
 
     def write_examples() -> None:
-        # Those of a start without a checkpoint may be of other settings.
+        # Examples left by a start without a checkpoint may have other settings.
         if not config.warm_start_path and not (as_path(documents).exists() and committed_steps(folder)):
             folder.mkdir(parents=True, exist_ok=True)
             examples = worked_examples(PromptConfig.of(config), config.warm_start_steps * batch.effective_batch_size)
@@ -65,7 +65,7 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
 
 
 def pretraining(config: RLConfig, batch: RLBatch, folder: AnyPath, documents: str) -> dict[str, Value]:
-    """Returns the keys that the warm start changes: it has the same model and devices, and a document a row."""
+    """Returns the keys that the warm start changes; it has the same model and devices, and one document per row."""
     defaults = {name: key.read(key.default) for name, key in keys().items() if not key.warm_start}
     return defaults | {
         "batch_size": None,
@@ -86,7 +86,7 @@ def pretraining(config: RLConfig, batch: RLBatch, folder: AnyPath, documents: st
 
 
 def warm_start_folder(run_dir: str) -> str:
-    """Returns the folder of the run that trains the parameters which reinforcement learning starts from."""
+    """Returns the folder of the warm start's run."""
     return str(as_path(run_dir) / WARM_START)
 
 

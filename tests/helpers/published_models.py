@@ -45,6 +45,12 @@ def _qwen3(tied: bool, **shape: int) -> dict[str, Any]:
     return _shape("qwen3", **shape, kv_heads=8, vocab=151936) | common | windows
 
 
+def _gemma(**shape: int) -> dict[str, Any]:
+    return _shape("gemma", **shape, vocab=256000) | {
+        "head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "hidden_act": "gelu",
+    }  # fmt: skip
+
+
 def _gemma2(**shape: int) -> dict[str, Any]:
     return _shape("gemma2", **shape, vocab=256000) | {
         "head_dim": 256, "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "sliding_window": 4096,
@@ -105,6 +111,12 @@ _MISTRAL = _shape("mistral", 4096, 14336, 32, 32, 8, 32000) | {
 _OLMO2 = _shape("olmo2", 4096, 11008, 32, 32, 32, 100352) | {
     "rms_norm_eps": 1e-6, "rope_theta": 500000, "rope_scaling": None, "tie_word_embeddings": False,
 }  # fmt: skip
+_OLMO3 = _shape("olmo3", 4096, 11008, 32, 32, 32, 100278) | {
+    "rms_norm_eps": 1e-6, "rope_theta": 500000, "tie_word_embeddings": False, "sliding_window": 4096,
+    "rope_scaling": {
+        "rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1,
+    },
+}  # fmt: skip
 _PHI3 = _shape("phi3", 3072, 8192, 32, 32, 32, 32064) | {
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "rope_scaling": None, "sliding_window": 2047,
     "tie_word_embeddings": False,
@@ -160,6 +172,8 @@ PUBLISHED: dict[str, Published] = {
     "qwen3-0.6b": Published(_qwen3(True, width=1024, mlp=3072, layers=28, heads=16), 596_049_920),
     "qwen3-4b": Published(_qwen3(True, width=2560, mlp=9728, layers=36, heads=32), 4_022_468_096),
     "qwen3-8b": Published(_qwen3(False, width=4096, mlp=12288, layers=36, heads=32), 8_190_735_360),
+    "gemma-2b": Published(_gemma(width=2048, mlp=16384, layers=18, heads=8, kv_heads=1), 2_506_172_416),
+    "gemma-7b": Published(_gemma(width=3072, mlp=24576, layers=28, heads=16, kv_heads=16), 8_537_680_896),
     "gemma2-2b": Published(_gemma2(width=2304, mlp=9216, layers=26, heads=8, kv_heads=4), 2_614_341_888),
     "gemma2-9b": Published(_gemma2(width=3584, mlp=14336, layers=42, heads=16, kv_heads=8), 9_241_705_984),
     "gemma3-1b": Published(
@@ -181,6 +195,7 @@ PUBLISHED: dict[str, Published] = {
     "deepseek3-671b": Published(_DEEPSEEK3, 671_026_419_200),
     "moonlight-16b-a3b": Published(_MOONLIGHT, 15_960_110_208),
     "olmo2-7b": Published(_OLMO2, 7_298_617_344),
+    "olmo3-7b": Published(_OLMO3, 7_298_011_136),
     "phi3-mini": Published(_PHI3, 3_821_079_552),
     "smollm2-135m": Published(_smollm2(100000, width=576, mlp=1536, layers=30, heads=9, kv_heads=3), 134_515_008),
     "smollm2-360m": Published(_smollm2(100000, width=960, mlp=2560, layers=32, heads=15, kv_heads=5), 361_821_120),

@@ -33,7 +33,7 @@ def _named(t: Translation, _: str) -> None:
     """Explains the pipeline of a named data set without a dataset_type."""
     if "dataset_type" not in t:
         why = "a data set is named; 0.2.5 reads none of it without dataset_type=tfds, the default before it"
-        t.map("dataset_type", why, **{name: t.settings[name] for name in ("dataset_type", "record_format")})
+        t.map("dataset_type", why, dataset_type=t.settings["dataset_type"])
 
 
 def _text(t: Translation, word: str) -> None:

@@ -25,6 +25,8 @@ _DEFAULTS = {
 }  # fmt: skip
 # Names whose model in MaxText differs from our preset.
 _PRESET_DIFFERENCES = {
+    "gemma-2b": {"vocab_size": "256128"},
+    "gemma-7b": {"vocab_size": "256128"},
     "gemma2-2b": {"vocab_size": "256128"},
     "gemma2-9b": {"vocab_size": "256128"},
     "gemma3-4b": {"vocab_size": "262144"},
@@ -42,6 +44,7 @@ _PRESET_DIFFERENCES = {
         "topk_routing_group": "-1",
     },
     "qwen3-235b-a22b": {"load_balance_scope": "sequence", "rope_max_timescale": "5000000"},
+    "olmo3-7b": {"local_rope_max_timescale": "-1"},
     "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
 }
 # Experts per token in MaxText's models, by name.
@@ -155,7 +158,7 @@ MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_own": lambda t, _: not is_preset(t, _),
     "is_read": lambda t, word: t.is_read(word),
     "is_unread": lambda t, word: not t.is_read(word),
-    "is_of_no_family": lambda t, word: t.text(word) not in (*_LLAMA_BLOCKS, *FAMILIES),
+    "is_of_no_family": lambda t, word: t.text(word) not in (*_LLAMA_BLOCKS, "gpt3", *FAMILIES),
     "is_normalising": lambda t, _: t.text("decoder_block") in _NORMALISING,
     "is_sigmoid": lambda t, _: _activation(t) == "sigmoid,linear",
     "is_scaled": lambda t, _: t.text("rope_use_scale", "true").lower() != "false",

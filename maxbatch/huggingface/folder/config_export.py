@@ -203,6 +203,8 @@ def _check(config: ExportedConfig, name: str, written: Json) -> None:
         if key == "attention_type":
             layers = config.base_num_decoder_layers
             ours, value = is_local_layer(ours, layers), is_local_layer(str(value), layers)
+        if key == "local_rope_max_timescale" and config.rope_type == "default":
+            ours, value = (base if base > 0 else config.rope_max_timescale for base in (ours, value))
         if FAMILIES[config.decoder_block].has_latents:
             if key in _UNREAD_BY_LATENTS or (key == "mscale" and config.rope_type != "yarn"):
                 continue

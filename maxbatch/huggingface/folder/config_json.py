@@ -259,7 +259,7 @@ class _Fields:
 
     def _activations(self) -> str:
         name = self._stated.get("hidden_act") or "silu"
-        ours = ACTIVATIONS.get(name)
+        ours = ACTIVATIONS.get(self._family.activations.get(name, name))
         if ours is None or ours not in (_GATED if self._family.is_gated else _PLAIN):
             field = self._family.fields.get("hidden_act", "hidden_act")
             raise ConfigError(f"{self._where}: {field}={shown(str(name))} is not supported for "

@@ -97,8 +97,32 @@ def test_a_block_of_gemma_becomes_ours_with_its_windows(tmp_path: Path) -> None:
     assert fates["base_num_decoder_layers"].fate == "not supported"
 
 
+def test_the_blocks_of_gemma_gpt3_and_olmo3_become_ours(tmp_path: Path) -> None:
+    gpt3 = "decoder_block: gpt3\nmlp_activations: ['gelu']\ntrainable_position_size: 2048\nfused_qkv: true\n"
+    config, _ = imported("maxtext", tmp_path / "gpt3.yml", SYNTHETIC + gpt3)
+    assert (config.decoder_block, config.attention_bias, config.mlp_activations) == ("gpt2", True, "gelu")
+    gemma = "decoder_block: gemma\nmlp_activations: ['gelu', 'linear']\nlogits_via_embedding: true\n"
+    config, _ = imported("maxtext", tmp_path / "gemma.yml", SYNTHETIC + gemma)
+    assert (config.decoder_block, config.attention_type) == ("gemma", "global")
+    _, fates = imported("maxtext", tmp_path / "other.yml", f"{SYNTHETIC}{gemma}normalize_embedding_logits: false\n")
+    assert fates["normalize_embedding_logits"].fate == "not supported"
+    olmo3 = "decoder_block: olmo3\nuse_qk_norm: true\nsliding_window_size: 64\nrope_max_timescale: 500000\n"
+    config, _ = imported("maxtext", tmp_path / "olmo3.yml", SYNTHETIC + olmo3)
+    assert config.attention_type == "local_sliding,local_sliding,local_sliding,global"
+    _, fates = imported("maxtext", tmp_path / "yarn.yml", f"{SYNTHETIC}{olmo3}rope_type: yarn\n")
+    assert "local_rope_max_timescale=500000" in fates["decoder_block"].says
+    _, fates = imported("maxtext", tmp_path / "six.yml", f"{SYNTHETIC}{olmo3}inhomogeneous_layer_cycle_interval: 6\n")
+    assert fates["inhomogeneous_layer_cycle_interval"].fate == "not supported"
+
+
+def test_a_named_data_set_without_a_type_is_tfds_and_is_noted(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", "dataset_path: gs://b\ndataset_name: c4/en:3.0.4\n")
+    assert (config.dataset_type, config.dataset_path) == ("tfrecord", "gs://b/c4/en/3.0.4/*-train.tfrecord*")
+    assert "0.2.5" in fates["dataset_type"].says
+
+
 def test_a_layers_form_that_is_not_ours_is_not_supported(tmp_path: Path) -> None:
-    text = f"{SYNTHETIC}decoder_block: gpt3\nmlp_activations: ['relu']\nrope_type: ntk\n"
+    text = f"{SYNTHETIC}decoder_block: envy\nmlp_activations: ['relu']\nrope_type: ntk\n"
     _, fates = imported("maxtext", tmp_path / "m.yml", text)
     assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {"not supported"}
 

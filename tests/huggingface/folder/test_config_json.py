@@ -49,3 +49,11 @@ def test_packed_weights_of_4_bits_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"quant_method=mxfp4: packed 4-bit weights are not read; works: ") as error:
         keys_of_folder(tmp_path)
     assert "\n" not in str(error.value)
+
+
+def test_gemmas_gelu_is_the_one_by_tanh(tmp_path: Path) -> None:
+    sizes = '"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48'
+    for name, ours in (("gelu", "gelu,linear"), ("silu", "silu,linear")):  # transformers reads the first by tanh too
+        text = f'{{"model_type": "gemma", {sizes}, "vocab_size": 300, "hidden_act": "{name}"}}'
+        (tmp_path / "config.json").write_text(text)
+        assert keys_of_folder(tmp_path)["mlp_activations"] == ours
