@@ -15,7 +15,7 @@ from maxbatch.cli import main
 from maxbatch.training.pretraining import train
 from tests.helpers.command import Hold, environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
+from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics, tiny_config
 
 pytestmark = pytest.mark.processes
 
@@ -26,13 +26,13 @@ RAMP = (
     "per_device_batch_size_increment=2",
     "per_device_batch_size=6",
     "gradient_accumulation_steps=3",
-    "global_rampup_samples=600",
-    "train_samples=2000",
+    "global_rampup_samples=240",
+    "train_samples=664",
     "checkpoint_period=4",
 )
 # The same batches on half the devices: twice the rows on each.
 RAMP_ON_TWO = (*RAMP, "per_device_batch_size_start=4", "per_device_batch_size_increment=4", "per_device_batch_size=12")
-SAME = ("step", "samples_seen", "global_batch_size", "stage", "learning_rate", "data_fingerprint", "tokens_seen")
+ALSO_SAME = (*SAME, "learning_rate", "tokens_seen")
 
 
 @pytest.fixture(scope="module")
@@ -43,22 +43,14 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     return read_metrics(run_dir)
 
 
-def assert_same_run(metrics: list[dict], uninterrupted: list[dict]) -> None:
-    assert [m["step"] for m in metrics] == list(range(1, len(uninterrupted) + 1))
-    for mine, theirs in zip(metrics, uninterrupted, strict=True):
-        assert [mine[key] for key in SAME] == [theirs[key] for key in SAME]
-        assert mine["loss"] == pytest.approx(theirs["loss"], rel=2e-4)
-        assert mine["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=5e-4)
-
-
 def test_nothing_compiles_on_the_critical_path_after_the_second_step(uninterrupted: list[dict]) -> None:
     assert {m["stage"] for m in uninterrupted} == {0, 1, 2}
     assert len({m["compiles"] for m in uninterrupted[1:]}) == 1
 
 
 def test_a_length_in_data_is_met_exactly(uninterrupted: list[dict]) -> None:
-    assert uninterrupted[-1]["samples_seen"] == 2000
-    assert sum(m["global_batch_size"] for m in uninterrupted) == 2000
+    assert uninterrupted[-1]["samples_seen"] == 664
+    assert sum(m["global_batch_size"] for m in uninterrupted) == 664
     assert uninterrupted[-1]["global_batch_size"] < 72
 
 
@@ -104,29 +96,29 @@ def test_kill_9_in_the_ramp_and_resume_on_half_the_devices_is_unnoticed(
     result = maxbatch("train", *RAMP_ON_TWO, f"run_dir={tmp_path}", "--simulate-devices", "2")
     assert result.returncode == 0, result.stderr
     assert "resumed at step" in result.stdout
-    assert_same_run(read_metrics(tmp_path), uninterrupted)
+    assert_same_run(read_metrics(tmp_path), uninterrupted, ALSO_SAME)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_saves_exits_75_and_the_same_command_goes_on(
-    tmp_path: Path, uninterrupted: list[dict], number: signal.Signals
-) -> None:
+def test_a_signal_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path, uninterrupted: list[dict]) -> None:
     command = ("train", *RAMP, f"run_dir={tmp_path}", "checkpoint_period=1000", "--simulate-devices", "4")
-    hold = Hold(5, Path.cwd())
-    process = start(*command, **hold.variables)
-    wait_for(lambda: recorded(tmp_path) >= 5, process)
-    process.send_signal(number)
-    hold.release()
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 75, output
-    assert number.name in output and "Traceback" not in output
-    done = read_metrics(tmp_path)[-1]["step"]
-    assert (tmp_path / "checkpoints" / str(done)).is_dir()
+    done = 0
+    for number, step in ((signal.SIGTERM, 5), (signal.SIGINT, 10)):
+        hold = Hold(step, Path.cwd())
+        process = start(*command, **hold.variables)
+        wait_for(lambda step=step: recorded(tmp_path) >= step, process)
+        process.send_signal(number)
+        hold.release()
+        output, _ = process.communicate(timeout=600)
+        assert process.returncode == 75, output
+        assert number.name in output and "Traceback" not in output
+        assert (f"resumed at step {done}" in output) == (done > 0)
+        done = read_metrics(tmp_path)[-1]["step"]
+        assert (tmp_path / "checkpoints" / str(done)).is_dir()
 
     result = maxbatch(*command)
     assert result.returncode == 0, result.stderr
     assert f"resumed at step {done}" in result.stdout
-    assert_same_run(read_metrics(tmp_path), uninterrupted)
+    assert_same_run(read_metrics(tmp_path), uninterrupted, ALSO_SAME)
 
 
 def test_a_signal_before_the_first_step_is_answered_too(tmp_path: Path) -> None:
@@ -148,10 +140,10 @@ def test_a_finished_run_says_so_and_takes_no_step(tmp_path: Path, capsys: pytest
 
 def test_the_config_of_a_run_repeats_it(tmp_path: Path) -> None:
     one, other = tmp_path / "one", tmp_path / "other"
-    assert main(["train", *RAMP, "train_samples=700", f"run_dir={one}"]) == 0
+    assert main(["train", *RAMP, "train_samples=400", f"run_dir={one}"]) == 0
     assert main(["train", str(one / "config.yml"), f"run_dir={other}"]) == 0
     assert {m["stage"] for m in read_metrics(one)} == {0, 1, 2}
-    assert_same_run(read_metrics(other), read_metrics(one))
+    assert_same_run(read_metrics(other), read_metrics(one), ALSO_SAME)
 
 
 def test_data_prints_the_fingerprint_that_the_step_computed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

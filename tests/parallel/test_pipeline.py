@@ -24,7 +24,7 @@ from maxbatch.training.update.state import TrainState, abstract_model, abstract_
 from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.collectives import computations, loops
 from tests.helpers.tiny import LENGTH, UNSAVED, bytes_of, read_metrics, some_rows, tiny_config
-from tests.training.update.test_step import assert_same_run, run_steps
+from tests.training.update.test_step import assert_same_steps, run_steps
 
 MICRO_BATCH = 32
 SHORT = 16  # a length that no dimension of a weight has
@@ -76,7 +76,7 @@ def without_a_pipeline() -> Any:
 def test_losses_and_gradient_norms_equal_those_without_a_pipeline(overrides: tuple[str, ...]) -> None:
     """Every two of stages, parts for each, repeats and axes beside the pipeline meet, in a model with biases."""
     piped = run_steps(BATCHES, MICRO_BATCH, 3, 8, (*overrides, BIASES))
-    assert_same_run(piped, without_a_pipeline(), tolerance=2e-4)
+    assert_same_steps(piped, without_a_pipeline(), tolerance=2e-4)
 
 
 def evaluator_of(config: Any, num_devices: int, batch_size: int) -> tuple[Evaluator, TrainState]:

@@ -156,7 +156,7 @@ def test_the_printed_command_trains_by_the_schedule_on_as_many_samples(measured)
 def test_kill_9_and_the_same_command_loses_nothing_and_runs_nothing_twice(run_dir, measured, tmp_path):
     path = tmp_path / "run"
     shutil.copytree(run_dir, path)
-    command = ("critical-batch", path, *MEASURE)
+    command = ("critical-batch", path, *MEASURE, "--checkpoints", "16")
     process = start(*command)
     second = path / "critical-batch" / "sqrt-128" / "step-16-batch-8"
     wait_for((second / "metrics.jsonl").exists, process)

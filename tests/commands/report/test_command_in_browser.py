@@ -163,10 +163,10 @@ def test_a_ramped_killed_and_resumed_run_shows_each_step_once() -> None:
     ramp = (
         *TINY_RUN, "run_dir=run", "enable_rampup_batch_size=true", "per_device_batch_size_start=2",
         "per_device_batch_size_increment=2", "per_device_batch_size=6", "gradient_accumulation_steps=3",
-        "global_rampup_samples=600", "train_samples=2000", "checkpoint_period=4",
+        "global_rampup_samples=120", "train_samples=220", "checkpoint_period=4",
     )  # fmt: skip
-    process = start("train", *ramp, **Hold(50, Path.cwd()).variables)
-    wait_for(lambda: recorded(Path("run")) >= 50, process)
+    process = start("train", *ramp, **Hold(8, Path.cwd()).variables)
+    wait_for(lambda: recorded(Path("run")) >= 8, process)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     done = maxbatch("train", *ramp)

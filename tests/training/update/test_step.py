@@ -88,7 +88,7 @@ def run_steps(
     return jax.device_get(state), metrics
 
 
-def assert_same_run(
+def assert_same_steps(
     one: tuple[Any, list[StepMetrics]], other: tuple[Any, list[StepMetrics]], tolerance: float = 2e-4
 ) -> None:
     for a, b in zip(one[1], other[1], strict=True):
@@ -122,7 +122,7 @@ def test_the_update_does_not_depend_on_devices_or_on_the_cut(
     num_devices: int, micro_batch: int, max_micro_batches: int, overrides: tuple[str, ...]
 ) -> None:
     batches = [some_rows(ROWS, seed) for seed in range(3)]
-    assert_same_run(run_steps(batches, micro_batch, max_micro_batches, num_devices, overrides), one_device_one_pass())
+    assert_same_steps(run_steps(batches, micro_batch, max_micro_batches, num_devices, overrides), one_device_one_pass())
 
 
 def test_loss_and_gradient_are_the_token_weighted_mean_over_the_global_batch() -> None:
