@@ -30,7 +30,7 @@ from typing import TypeVar
 
 from maxbatch.runs.sessions import read_sessions, total_seconds
 from maxbatch.system.leases import LEASE_FILE
-from maxbatch.system.storage import AnyPath, as_path, is_remote
+from maxbatch.system.storage import AnyPath, as_path, copy_tree, is_remote
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 from tests.helpers.tiny import TINY_MODEL
@@ -48,6 +48,7 @@ _TRAINING = (
     *TINY_MODEL, "dataset_type=tokens", "learning_rate=1e-2", "generate_prompt=", "eval_interval=-1",
     "batch_size_schedule=0:4 40:8", "per_device_batch_size=4", f"steps={STEPS}", "checkpoint_period=5",
 )  # fmt: skip
+_UNHARMED = "unharmed"  # folder of the run that nobody harms
 _MARK = "SOAK_OF"  # environment variable that marks the processes of one soak
 _END_S = 120.0  # in which a run whose host was killed has ended
 _GONE_S = 30.0  # in which no process is left
@@ -67,7 +68,7 @@ class Soak:
     place: str  # where the runs and their tokens lie: a folder, or a bucket
     random: random.Random
     expected: list[dict]  # the records of the unharmed run
-    lasts_s: float = 0.0  # of a run that nobody kills, from command to end
+    lasts_s: float  # of that run, from command to end
     kills: int = 0
     starts: int = 0
     runs: int = 0
@@ -243,11 +244,14 @@ def soak(
     """
     folder = Path(tempfile.mkdtemp(prefix="maxbatch-soak-"))
     try:
+        unharmed = _unharmed_run(folder / _UNHARMED, keys)
         with _places(stores, folder) as places, ThreadPoolExecutor(len(stores)) as pool:
 
             def one(name: str, kills: int) -> T:
                 place, store = places[name]
-                found = _prepared(place, folder / name, random.Random(f"{seed} {name}"), keys)
+                (folder / name).mkdir()
+                copy_tree(folder / _UNHARMED / "tokens", as_path(f"{place}/tokens"))
+                found = Soak(folder / name, place, random.Random(f"{seed} {name}"), *unharmed)
                 if store:
                     store.plan(share=share, seed=seed)
                 return harm(found, kills)
@@ -255,23 +259,25 @@ def soak(
             each, rest = divmod(kills, len(stores))
             found = list(pool.map(one, stores, [each + (number < rest) for number in range(len(stores))]))
     finally:
-        for name in stores:
+        for name in (*stores, _UNHARMED):
             for pid in marked_processes(str(folder / name)):
                 _kill_one(pid)
     shutil.rmtree(folder, ignore_errors=True)  # what a failure left is kept
     return list(zip(stores, found, strict=True))
 
 
-def _prepared(place: str, folder: Path, chance: random.Random, keys: Sequence[str]) -> Soak:
-    """Prepares the tokens and trains the unharmed run."""
+def _unharmed_run(folder: Path, keys: Sequence[str]) -> tuple[list[dict], float]:
+    """Prepares the tokens of all places and trains on them; returns the records, and the seconds that it took."""
     folder.mkdir()
-    documents, unharmed = folder / "documents.jsonl", folder / "unharmed"
-    _documents(documents)
-    data = ("dataset_type=jsonl", f"dataset_path={documents}")
-    finish(("prepare", *data, "--output", f"{place}/tokens"), folder / "preparing")
-    data = (f"dataset_path={place}/tokens", f"run_dir={unharmed}", "--simulate-devices=1")
-    finish(("train", *_TRAINING, *keys, *data), folder / "unharmed-run")
-    return Soak(folder, place, chance, records(unharmed))
+    _documents(folder / "documents.jsonl")
+    data = ("dataset_type=jsonl", f"dataset_path={folder}/documents.jsonl", "--output", f"{folder}/tokens")
+    finish(("prepare", *data), folder / "preparing")
+    data = (f"dataset_path={folder}/tokens", f"run_dir={folder}/run", "--simulate-devices=1")
+    begun = time.monotonic()
+    finish(("train", *_TRAINING, *keys, *data), folder / "training")
+    lasted_s = time.monotonic() - begun
+    print(f"a run that nobody harms lasts {lasted_s:.1f} s")
+    return records(folder / "run"), lasted_s
 
 
 def _suspend_again_and_again(one: Soak, suspends: int) -> Suspensions:
@@ -307,10 +313,6 @@ def _lose_again_and_again(one: Soak, losses: int) -> Losses:
 
 
 def _kill_again_and_again(one: Soak, kills: int) -> Soak:
-    begun = time.monotonic()
-    one.go_on(None)
-    one.lasts_s = time.monotonic() - begun
-    print(f"{one.place}: a run that nobody kills lasts {one.lasts_s:.1f} s")
     while one.kills < kills:
         before, begun = one.kills, time.monotonic()
         kind = one.random.choice(KINDS)
