@@ -56,40 +56,48 @@ def best_fit(extents: Extents, row_length: int) -> Packing:
     start_P, length_P = _cut(*extents, row_length)
     row_P, opener_R = _fit(length_P, row_length)
     num_rows = len(opener_R)
-    rank_R = np.empty(num_rows, np.int64)
+    rank_R = np.empty(num_rows, row_P.dtype)
     rank_R[_stable_order(opener_R, len(start_P))] = np.arange(num_rows)
-    number_P = rank_R[row_P]
-    order = _stable_order(number_P, num_rows)
-    first_piece = np.concatenate([[0], np.cumsum(np.bincount(number_P, minlength=num_rows))])
-    return Packing(first_piece, start_P[order], length_P[order].astype(np.int32))
+    row_P = rank_R[row_P]
+    order = _stable_order(row_P, num_rows)
+    first_piece = np.concatenate([[0], np.cumsum(np.bincount(row_P, minlength=num_rows))])
+    return Packing(first_piece, start_P[order], length_P[order])
 
 
 def _cut(start_S: np.ndarray, end_S: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns start and length of each document's pieces, in the order of the dataset."""
+    """Returns start (int64) and length (int32) of each document's pieces, in the order of the dataset."""
     count_S = -(-(end_S - start_S) // row_length)
     first_S = np.cumsum(count_S) - count_S
-    place_P = np.arange(int(count_S.sum())) - np.repeat(first_S, count_S)
-    start_P = np.repeat(start_S, count_S) + place_P * row_length
-    return start_P, np.minimum(np.repeat(end_S, count_S) - start_P, row_length)
+    place_P = np.arange(int(count_S.sum()))
+    place_P -= np.repeat(first_S, count_S)
+    place_P *= row_length
+    place_P += np.repeat(start_S, count_S)
+    left_P = np.repeat(end_S, count_S)
+    left_P -= place_P
+    return place_P, np.minimum(left_P, row_length, out=left_P).astype(np.int32)
 
 
 def _fit(length_P: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the row of each piece (int64[P], in order of opening) and the piece that opened each row (int64[R])."""
-    keys_P = np.arange(len(length_P), dtype=np.uint64) * _GOLDEN >> np.uint64(48)
-    spread = _stable_order(keys_P, 1 << 16)
+    """Returns the row of each piece (in order of opening), and the piece that opened each row."""
+    keys_P = np.arange(len(length_P), dtype=np.uint64)
+    keys_P *= _GOLDEN
+    keys_P >>= np.uint64(48)
+    spread = _stable_order(keys_P.astype(np.uint16), 1 << 16)
+    del keys_P
     by_length = spread[_stable_order(length_P[spread], row_length + 1)]
+    del spread
     end_of_length = np.cumsum(np.bincount(length_P, minlength=row_length + 1)).tolist()
     rows = _Rows(len(length_P), row_length)
     for length in range(row_length, 0, -1):
         rows.place(by_length[end_of_length[length - 1] : end_of_length[length]], length)
-    return rows.row_P, np.concatenate([np.zeros(0, np.int64), *rows.openers])
+    return rows.row_P, np.concatenate([by_length[:0], *rows.openers])
 
 
 class _Rows:
     """Rows under construction, filled with pieces from long to short."""
 
     def __init__(self, num_pieces: int, row_length: int):
-        self.row_P = np.empty(num_pieces, np.int64)  # the row of each placed piece
+        self.row_P = np.empty(num_pieces, _index_type(num_pieces))  # the row of each placed piece
         self.openers: list[np.ndarray] = []  # the opening piece of each row, in order
         self._row_length = row_length
         self._num_rows = 0
@@ -105,7 +113,7 @@ class _Rows:
             pieces = self._fill(np.concatenate(self._by_space.pop(space)), space, pieces, length)
         if len(pieces):
             opener = pieces[:: self._row_length // length]
-            rows = np.arange(self._num_rows, self._num_rows + len(opener))
+            rows = np.arange(self._num_rows, self._num_rows + len(opener), dtype=self.row_P.dtype)
             self.openers.append(opener)
             self._num_rows += len(rows)
             self._fill(rows, self._row_length, pieces, length)
@@ -129,9 +137,15 @@ class _Rows:
         return pieces[len(row_of_piece) :]
 
 
+def _index_type(count: int) -> type[np.int32 | np.int64]:
+    """Returns the smaller of the types that number so many values."""
+    return np.int32 if count <= 1 << 31 else np.int64
+
+
 def _stable_order(keys: np.ndarray, end: int) -> np.ndarray:
     """Returns the stable argsort of keys 0 to end - 1, 16 bits at a time: numpy sorts those in linear time."""
-    order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable")
+    kind = _index_type(len(keys))
+    order = np.argsort((keys & 0xFFFF).astype(np.uint16), kind="stable").astype(kind)
     for shift in range(16, max(end - 1, 1).bit_length(), 16):
         digit = (keys >> shift & 0xFFFF).astype(np.uint16)
         order = order[np.argsort(digit[order], kind="stable")]
