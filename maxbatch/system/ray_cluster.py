@@ -26,6 +26,7 @@ from maxbatch.system.worker_pool import WorkerEnded
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 _LONGEST = 160  # characters of a message of Ray
 _ANSWER_S = 10.0
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4: no settings
 
 Item = TypeVar("Item")
 Answer = TypeVar("Answer")
@@ -209,13 +210,20 @@ def _connect(ray: ModuleType, address: str) -> None:
     try:
         host, found, port = address.removeprefix("ray://").rpartition(":")
         if found:  # Ray would try for minutes
-            socket.create_connection((host, int(port)), _ANSWER_S).close()
+            _await_answer(host, int(port))
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **own)
     except Exception as error:  # of Ray, of gRPC, of the system
         problem = " ".join(str(error).split())[:_LONGEST]
         raise ConfigError(
             f"--ray {printable(address)}: no Ray cluster answers ({problem}); works: --ray local"
         ) from None
+
+
+def _await_answer(host: str, port: int) -> None:
+    """Waits until a server answers the greeting of HTTP/2, which Ray's servers speak; raises OSError if none does."""
+    with socket.create_connection((host, port), _ANSWER_S) as connection:
+        connection.sendall(_GREETING)
+        connection.recv(1)
 
 
 def _call(folder: str, function: Callable[..., Answer], args: Sequence[object], kwargs: Mapping[str, object]) -> Answer:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -152,3 +153,13 @@ def test_what_a_cluster_cannot_do_is_one_line(cluster: Any, capsys: pytest.Captu
         assert main(["sweep", write_sweep({"learning_rate": ["1e-3"]}), *flags]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
+
+
+def test_an_address_that_never_answers_is_refused_within_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'maxbatch[ray]')")
+    Path("web.jsonl").write_text('{"text": "one"}')
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        data = ["prepare", "dataset_type=jsonl", "dataset_path=web.jsonl", "--output", "tokens"]
+        assert main([*data, "--ray", address]) == 2
+    assert f"--ray {address}: no Ray cluster answers (timed out)" in capsys.readouterr().err
