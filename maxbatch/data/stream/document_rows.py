@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from maxbatch.config.sections import STORES
 from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
@@ -23,10 +24,9 @@ def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> 
     """
     plan, num_documents, num_overlong = _open_plan(config, split, recipe)
     if not plan.num_rows:
-        raise ConfigError(
-            f"dataset_type={config.dataset_type}: the tokenizer gives no token for any of the {len(split.records)} "
-            "documents; works: add_eos=true"
-        )
+        problem = f"dataset_type={config.dataset_type}: none of the {len(split.records)} documents has a token"
+        adds_tokens = config.dataset_type not in STORES
+        raise ConfigError(f"{problem} of the tokenizer; works: add_eos=true" if adds_tokens else problem)
     return Opened(StoredRows(split.store, plan, num_documents, split.pad_id), num_overlong)
 
 

@@ -210,6 +210,22 @@ def test_files_that_are_missing_or_of_another_store_are_one_line(
         store_of(prefix)
 
 
+def test_a_store_of_empty_documents_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"dataset_type=megatron: none of the 2 documents has a token$"):
+        stream_of(write_megatron(tmp_path / "web", [[[]], [[], []]]))
+
+
+def test_a_mixture_with_another_kind_of_data_resumes_anywhere(tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path / "web", DOCUMENTS)
+    (tmp_path / "code.jsonl").write_text("".join(json.dumps({"text": "x" * n}) + "\n" for n in range(1, 90)))
+    mixture = tmp_path / "mix.yml"
+    code = "code: {path: code.jsonl, weight: 0.25, dataset_type: jsonl}"
+    mixture.write_text(f"web: {{path: {prefix}, weight: 0.75}}\n{code}\n")
+    stream = stream_of(mixture)
+    assert stream.samples_by_source(1000) == {"web": 750, "code": 250}
+    assert same({name: rows[300:] for name, rows in stream.read(0, 400).items()}, stream_of(mixture).read(300, 400))
+
+
 def test_an_id_beyond_the_vocabulary_is_refused_where_it_is_read(tmp_path: Path) -> None:
     for dtype, token, problem in (("uint16", 300, "vocab_size=301"), ("int16", -5, "-5, which is no token id"),
                                   ("int64", 1 << 40, "which is no token id")):  # fmt: skip

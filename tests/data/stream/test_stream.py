@@ -110,7 +110,7 @@ def test_documents_without_a_token_are_refused(tmp_path: Path, monkeypatch, pack
 
     monkeypatch.setattr("maxbatch.data.store.tokenizers.ByteTokenizer.encode_utf8_batch", no_tokens)
     config = jsonl_config(tmp_path / "a.jsonl", ["\x00"], packing, "add_bos=false", "add_eos=false")
-    with pytest.raises(ConfigError, match="gives no token for any of the 1 documents; works: add_eos=true"):
+    with pytest.raises(ConfigError, match="none of the 1 documents has a token of the tokenizer; works: add_eos=true"):
         opened(config)
     assert opened(jsonl_config(tmp_path / "a.jsonl", None, packing, "add_eos=true")).samples_per_epoch == 1
 
