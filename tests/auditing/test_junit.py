@@ -10,11 +10,11 @@ import pytest
 from maxbatch.cli import main
 
 TRAINER = """
-from tests.auditing.faulty_trainers import Faulty
+from tests.auditing.numpy_trainer import Trainer
 def make(layout):
     if layout.num_devices > 1:
         raise ValueError("one\\x1b device")
-    return Faulty(layout, "mean of means")
+    return Trainer(layout, "mean of means")
 def useless(layout):
     return 3
 """
