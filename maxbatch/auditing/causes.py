@@ -191,9 +191,11 @@ def _params(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction
     most_rows = max(stop - start for start, stop in pieces)
     if run := _run(bench, whole(most_rows), side.rows._replace(sequence=tuple(pieces))):
         yield _Prediction("optimizer per micro-batch", last, run.params[-1])
-    parts = [_run(bench, whole(stop - start), side.rows._replace(part=(start, stop))) for start, stop in pieces]
-    for added in ([first] * len(pieces), [part for part in parts if part]):
-        yield _Prediction("sum", 1, _stepped(first, added, 1.0))
+    yield _Prediction("sum", 1, _stepped(first, [first] * len(pieces), 1.0))
+    weights = bench.data.batches(side.rows)[0]["weights"]
+    if len({weights[slice(*piece)].sum() for piece in pieces}) > 1:  # else clipping in each pass would predict the same
+        parts = [_run(bench, whole(stop - start), side.rows._replace(part=(start, stop))) for start, stop in pieces]
+        yield _Prediction("sum", 1, _stepped(first, [part for part in parts if part], 1.0))
     if balanced := _balanced(bench, side, pieces):
         yield _Prediction("mean of means", last, balanced.params[last])
         yield _Prediction("mean of means", 1, _stepped(first, [balanced], len(pieces) / len(side.pieces)))
