@@ -118,6 +118,10 @@ def _called(message: Call, pod: Pod) -> Answer:
     import cloudpickle
 
     try:
+        os.chdir(message.working_folder)
+        for name in os.environ.keys() - message.variables.keys():
+            del os.environ[name]
+        os.environ.update(message.variables)
         function = pickle.loads(message.function)
         return Returned(cloudpickle.dumps(function(pod)))
     except BaseException as error:

@@ -45,10 +45,12 @@ class Phase:
 
 @dataclass(frozen=True)
 class Call:
-    """A request to call a function with the pod."""
+    """A request to call a function with the pod, in the working folder and with the variables of the caller."""
 
     function: bytes
     folder: Path
+    working_folder: str
+    variables: dict[str, str]
 
 
 @dataclass(frozen=True)

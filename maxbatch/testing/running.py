@@ -25,7 +25,9 @@ def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: 
     """Calls a function once on each host of a simulated pod, and returns the results by host.
 
     The hosts are processes, each with `devices / hosts` CPU devices, `jax.distributed` initialised. They are used
-    again by later calls for the same shape, and end with this process. Their output is printed after the call.
+    again by later calls for the same shape, and end with this process. Each call has the working folder and the
+    environment variables of its caller; those that JAX reads when it starts are of the first. Output is printed after
+    the call.
 
     Args:
       function: takes the `Pod`; sent by value (cloudpickle) if it is a closure, a lambda or of `__main__`.
@@ -44,9 +46,8 @@ def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: 
     if pod.started.failures:
         raise PodError(_told(pod.started, pod.output()))
     with tempfile.TemporaryDirectory(prefix="maxbatch-pod-") as folder:
-        found = pod.perform(
-            Call(message, Path(folder)), time.monotonic() + timeout, f"after {timeout:g} s, the timeout of the call"
-        )
+        call = Call(message, Path(folder), os.getcwd(), dict(os.environ))
+        found = pod.perform(call, time.monotonic() + timeout, f"after {timeout:g} s, the timeout of the call")
     output = pod.output()
     if found.failures:
         pod.kill()

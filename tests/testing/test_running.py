@@ -71,6 +71,16 @@ def test_hosts_that_died_in_between_are_replaced() -> None:
     assert not {first, second} & set(run(process_of, devices=2, hosts=2))
 
 
+def test_a_call_has_the_folder_and_the_variables_of_its_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OF_AN_EARLIER_CALLER", "1")
+    run(devices_of, devices=2, hosts=2)
+    monkeypatch.delenv("OF_AN_EARLIER_CALLER")
+    monkeypatch.setenv("OF_THE_CALLER", "2")
+    monkeypatch.chdir(tmp_path)
+    found = run(lambda pod: (os.getcwd(), {k: v for k, v in os.environ.items() if k[:3] == "OF_"}), devices=2, hosts=2)
+    assert found == [(str(tmp_path), {"OF_THE_CALLER": "2"})] * 2
+
+
 def test_a_script_may_run_its_own_functions(tmp_path: Path) -> None:
     script = """
         from maxbatch.testing import run
