@@ -36,6 +36,18 @@ def pod(request: pytest.FixtureRequest) -> Pod:
     return found
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Refuses a debugger beside marked tests: it would stop in this process, where nothing of the test is."""
+    given = [
+        flag for flag, name in (("--pdb", "usepdb"), ("--trace", "trace")) if session.config.getoption(name, False)
+    ]
+    marked = next((item for item in session.items if item.get_closest_marker("pod") is not None), None)
+    if given and marked is not None:
+        raise pytest.UsageError(
+            f"{given[0]}: cannot reach the hosts of {marked.nodeid}; works: {given[0]} -m 'not pod'"
+        )
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
     """Has the phases of a marked test run on hosts."""

@@ -205,6 +205,12 @@ def test_faults_of_a_marker_and_of_a_session_are_named(tmp_path: Path) -> None:
     assert "host 1, at the end of its session" in found.output and "at the end" in found.output
 
 
+def test_a_debugger_is_refused_where_a_test_is_marked(tmp_path: Path) -> None:
+    output, _ = start(tmp_path, "test_endless.py", ENDLESS, "--pdb").communicate(timeout=60)
+    said = "ERROR: --pdb: cannot reach the hosts of test_endless.py::test_endless; works: --pdb -m 'not pod'"
+    assert said in output.splitlines(), output
+
+
 COVERED = """
 import pytest
 
