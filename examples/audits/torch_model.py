@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +51,7 @@ class Loop:
     def __init__(self, layout: maxbatch.Layout, trainer_of: Trains) -> None:
         if layout.num_devices > 1:
             raise ValueError("this adapter has one device")
+        gc.freeze()  # every `train()` collects garbage: not that of the modules, which takes a second
         self.trainer_of = trainer_of
         self.arguments = ARGUMENTS | {
             "per_device_train_batch_size": layout.rows_per_pass,
