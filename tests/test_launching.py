@@ -29,6 +29,7 @@ from tests.helpers.tiny import TINY_RUN, read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
 LAUNCH = TOP / "launch"
+SURVIVING = "jobset_survive.yml"  # a script starts it again
 JOBSETS = sorted(path.name for path in LAUNCH.glob("jobset*.yml"))
 SCRIPTS = sorted(LAUNCH.glob("*.sh"))
 
@@ -57,7 +58,7 @@ def test_shellcheck_finds_nothing(script: Path) -> None:
     assert checked.returncode == 0, checked.stdout
 
 
-@pytest.mark.parametrize("file", JOBSETS)
+@pytest.mark.parametrize("file", [file for file in JOBSETS if file != SURVIVING])
 def test_the_jobset_restarts_a_run_that_was_stopped_and_counts_only_failures(file: str) -> None:
     jobset = yaml.safe_load((LAUNCH / file).read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
@@ -86,7 +87,8 @@ def test_the_jobset_asks_for_the_chips_that_its_topology_has(file: str) -> None:
     chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
     assert job["parallelism"] * container["resources"]["limits"]["google.com/tpu"] == chips
     assert job["completions"] == job["parallelism"]
-    assert slices["replicas"] == 1 or f"dcn_data_parallelism={slices['replicas']}" in container["args"]
+    over_slices = -1 if file == SURVIVING else slices["replicas"]
+    assert slices["replicas"] == 1 or f"dcn_data_parallelism={over_slices}" in container["args"]
     (run_dir,) = [a.removeprefix("run_dir=") for a in container["args"] if a.startswith("run_dir=")]
     assert run_dir.startswith("gs://") and container["args"][0] == "train"
     assert "volumes" not in pod and "volumeMounts" not in container, "a bucket needs no mount"
@@ -313,6 +315,106 @@ def test_a_slurm_job_that_loses_a_node_goes_on_with_the_three_that_are_left(tmp_
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert {line["global_batch_size"] for line in lines} == {12}
+
+
+# A cluster of one-host node pools on this machine. It has one JobSet, whose hosts are processes of `kubectl create`.
+KUBECTL = f"""#!{sys.executable}
+import json, os, pathlib, re, subprocess, sys, yaml
+top, words = pathlib.Path(os.environ["CLUSTER"]), sys.argv[1:]
+jobset, codes = top / "jobset.json", top / "codes"
+
+def field(value, path):
+    for name, index in re.findall(r"\\.((?:[^.\\[\\\\]|\\\\.)+)(?:\\[(\\d+)\\])?", path):
+        value = value[name.replace("\\\\.", ".")]
+        value = value[int(index)] if index else value
+    return value
+
+if "--dry-run=client" in words:
+    stated = yaml.safe_load(open(words[words.index("-f") + 1]))
+    print(field(stated, words[-1].removeprefix("jsonpath={{").removesuffix("}}")))
+elif words[:2] == ["get", "nodes"]:
+    assert words[3] == "cloud.google.com/gke-tpu-accelerator=tpu-v5-lite-podslice,cloud.google.com/gke-tpu-topology=4x4"
+    dead = (top / "dead").read_text().split()
+    for pool in ("p0", "p1", "p2", "p3"):
+        print(pool, "Unknown" if pool in dead else "True", "")
+elif words[0] == "create":
+    stated = yaml.safe_load(sys.stdin)
+    (slices,) = stated["spec"]["replicatedJobs"]
+    (container,) = slices["template"]["spec"]["template"]["spec"]["containers"]
+    jobset.write_text(json.dumps(stated))
+    with open(top / "calls", "a") as calls:
+        print("create", slices["replicas"], file=calls)
+    if not os.fork():
+        hosts = [
+            subprocess.Popen(["maxbatch", *container["args"]], env=os.environ | {{
+                "JAX_NUM_PROCESSES": str(slices["replicas"]), "JAX_PROCESS_ID": str(i),
+                "JAX_COORDINATOR_ADDRESS": os.environ["ADDRESS"], "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo"}})
+            for i in range(slices["replicas"])
+        ]
+        (top / "pids").write_text(" ".join(str(host.pid) for host in hosts))
+        codes.write_text(" ".join(str(host.wait()) for host in hosts))
+elif words[:2] == ["get", "jobset"]:
+    ended = codes.read_text().split() if codes.exists() else None
+    state = "" if ended is None else "Completed" if set(ended) == {{"0"}} else "Failed"
+    print(json.loads(jobset.read_text())["metadata"]["name"], state, end="")
+elif words[:2] == ["get", "pods"]:
+    print(codes.read_text())
+elif words[:2] == ["delete", "jobset"]:
+    codes.unlink(missing_ok=True)
+    (top / "stopped").touch()
+else:
+    sys.exit(f"kubectl {{words}}")
+"""
+
+
+def surviving_jobset(folder: Path, args: list[str]) -> Path:
+    """Writes the JobSet of the repository with slices of one host, and other arguments."""
+    jobset = yaml.safe_load((LAUNCH / SURVIVING).read_text())
+    [slices] = jobset["spec"]["replicatedJobs"]
+    job = slices["template"]["spec"]
+    job["parallelism"] = job["completions"] = 1
+    job["template"]["spec"]["containers"][0]["args"] = args
+    file = folder / "jobset.yml"
+    file.write_text(yaml.safe_dump(jobset))
+    return file
+
+
+# A host ends with the code of its start: the third one of the first start is lost with its slice.
+HOST = """#!/bin/bash
+echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES: $*" >> "$CLUSTER/hosts"
+[ "$JAX_NUM_PROCESSES" -eq 4 ] || exit 0
+[ "$JAX_PROCESS_ID" -eq 2 ] || exit "$CODE"
+echo p2 > "$CLUSTER/dead"
+kill -9 $$
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "fewest", "starts", "ended"),
+    [(75, "3", [4, 3], 0), (1, "3", [4, 3], 0), (2, "3", [4], 2), (75, "4", [4], None)],
+)
+def test_a_jobset_is_started_again_on_the_slices_that_are_ready(
+    tmp_path: Path, code: int, fewest: str, starts: list[int], ended: int | None
+) -> None:
+    """Stopped or failed, it starts again; not after invalid input, nor on too few slices, for which it waits."""
+    executable(tmp_path / "bin" / "kubectl", KUBECTL)
+    executable(tmp_path / "bin" / "maxbatch", HOST)
+    (tmp_path / "dead").touch()
+    script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, ["train", "my.yml"]))]
+    cluster = {"CLUSTER": str(tmp_path), "ADDRESS": "", "POLL_S": "0.1", "CODE": str(code), "FEWEST_SLICES": fewest}
+    process = subprocess.Popen(script, env=with_commands(tmp_path / "bin", **cluster))
+    if ended is None:
+        wait_for(lambda: (tmp_path / "stopped").exists())
+        process.terminate()
+        ended = 75
+    assert process.wait(100) == ended
+    assert (tmp_path / "calls").read_text().splitlines() == [f"create {count}" for count in starts]
+    assert len((tmp_path / "hosts").read_text().splitlines()) == sum(starts)
+
+
+def test_the_script_of_a_jobset_names_its_file() -> None:
+    done = subprocess.run([LAUNCH / "jobset_survive.sh"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("usage: ")
 
 
 def test_the_ray_job_runs_a_sweep_with_a_trial_on_every_node() -> None:
