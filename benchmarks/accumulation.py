@@ -23,7 +23,6 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 
 BAR = 1.05
 CUTS = (1, 4, 16)
@@ -34,8 +33,8 @@ def measure(quick: bool) -> list[Measurement]:
     model = QUICK_MODEL if quick else ()
     config = load_config(overrides=[*model, *RUN])
     mesh = make_mesh(config)
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
-    train_step = make_train_step(UpdateConfig.of(config), mesh, abstract)
+    abstract = abstract_state(config.update, mesh)
+    train_step = make_train_step(config.update, mesh, abstract)
     scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
 
     placement = Placement(batch_sharding(mesh), config.max_target_length)

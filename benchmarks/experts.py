@@ -21,7 +21,6 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 
 DENSE_BAR, HANDWRITTEN_BAR = 0.75, 0.95
 # Of two sides whose first update is equal to the bit: after it rounding tips tokens between experts of equal score.
@@ -61,7 +60,7 @@ class _Side:
 
     def __init__(self, num_rows: int, *overrides: str) -> None:
         self._config = config = load_config(overrides=[*overrides, *RUN])
-        keys, self._mesh = UpdateConfig.of(config), make_mesh(config)
+        keys, self._mesh = config.update, make_mesh(config)
         abstract, shape = abstract_state(keys, self._mesh), BatchShape(num_rows, 1)
         batch = Placement(batch_sharding(self._mesh), config.max_target_length).abstract_batch(shape)
         scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()

@@ -23,7 +23,6 @@ from benchmarks import smollm2
 from benchmarks.commands import finish, metrics_of, start
 from benchmarks.measurement import Measurement
 from maxbatch.data.store.tokenizers import make_tokenizer
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from tests.helpers.parameters import load_parameters
 
@@ -143,7 +142,7 @@ def accuracy(model: Path, asked: list[Question]) -> Accuracy:
         prompts_BxP[row, : len(prompt)] = prompt
     lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
     draw_ids_Bx3 = np.zeros((len(asked), 3), np.uint32)
-    sampler = Sampler(DecoderConfig.of(config), tokenizer, None, prompt_length=longest)
+    sampler = Sampler(config.decoder, tokenizer, None, prompt_length=longest)
     rules = SamplingRules(temperature=0, max_new_tokens=_NEW_TOKENS)
     responses = sampler(params, prompts_BxP, lengths_B, draw_ids_Bx3, rules)
     tokens_BxL, ends_B = np.asarray(responses.tokens_BxL), np.asarray(responses.lengths_B)

@@ -31,7 +31,6 @@ from benchmarks.trainer import QUICK_MODEL, RUN
 from maxbatch.config.loading import load_config
 from maxbatch.model.attention import attend
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.scores import ScoreRules
 from maxbatch.plan.program import Kernel
@@ -213,7 +212,7 @@ def speed(bench: Bench, gpu: Gpu, name: str, keys: Sequence[str], updates: int =
     config = load_config(overrides=list(stated))
     layers = config.base_num_decoder_layers
     tokens = config.per_device_batch_size * config.max_target_length
-    flops = tokens * model_flops_per_token(DecoderConfig.of(config))
+    flops = tokens * model_flops_per_token(config.decoder)
     figures = []
     for side, of_side in seconds.items():
         median = statistics.median(of_side)
@@ -236,7 +235,7 @@ def check_losses(ours: Sequence[float], by_hand: Sequence[float]) -> None:
 def _train_by_hand(*keys: str) -> dict[str, list[float]]:
     """Returns seconds and loss of each update, in plain JAX and Optax, on the batches of the run."""
     config = load_config(overrides=list(keys))
-    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=config.init_weights_seed))
+    decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=config.init_weights_seed))
     params = nnx.state(decoder, nnx.Param).to_pure_dict()
     del decoder
     is_matrix = jax.tree_util.tree_map_with_path(lambda path, _: "scale" not in jax.tree_util.keystr(path), params)

@@ -14,7 +14,6 @@ from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 
 BAR = 1.01
 _MICRO_BATCHES = 4
@@ -28,12 +27,10 @@ def measure(quick: bool) -> list[Measurement]:
         model = QUICK_MODEL if quick else MODEL
         config = load_config(overrides=[*model, *RUN, f"gradient_noise_scale={measures}"])
         mesh = make_mesh(config)
-        abstract = abstract_state(UpdateConfig.of(config), mesh)
+        abstract = abstract_state(config.update, mesh)
         shape = BatchShape(2 * jax.device_count(), _MICRO_BATCHES)
         staged = Placement(batch_sharding(mesh), config.max_target_length).abstract_batch(shape)
-        executable = (
-            make_train_step(UpdateConfig.of(config), mesh, abstract).lower(abstract, staged, *scalars).compile()
-        )
+        executable = make_train_step(config.update, mesh, abstract).lower(abstract, staged, *scalars).compile()
         trainers[measures] = TrainerStep(config, mesh, abstract, executable, shape)
     rows = rows_of_documents(shape.micro_batch * _MICRO_BATCHES, config)
     sides = {name: partial(trainer, rows, _MICRO_BATCHES) for name, trainer in trainers.items()}

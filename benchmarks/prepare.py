@@ -17,7 +17,6 @@ import numpy as np
 
 from benchmarks.measurement import Measurement, ratio, seconds_in_turns
 from maxbatch.config.loading import load_config
-from maxbatch.config.sections import DataConfig
 from maxbatch.data.store.builder import Build, build_store
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -74,7 +73,7 @@ def _bpe(folder: Path, megabytes: int, turns: int) -> Measurement:
 def _compared(
     name: str, folder: Path, overrides: list[str], other: Callable[[], Any], megabytes: int, turns: int
 ) -> Measurement:
-    config = DataConfig.of(load_config(overrides=overrides))
+    config = load_config(overrides=overrides).store
     source, tokenizer = DocumentSource.from_config(config), make_tokenizer(config.tokenizer_type, config.tokenizer_path)
 
     def prepare() -> None:

@@ -23,7 +23,6 @@ from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN
 from maxbatch.config.loading import load_config
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.update.state import abstract_state, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 
 BAR = 0.95
 _DEVICES, _ROWS = 4, 2
@@ -73,7 +72,7 @@ def _update_by_hand(output: str, num_micro_batches: str, updates: str, *keys: st
     mesh = make_mesh(config)
     shape = (int(num_micro_batches), _ROWS * _DEVICES, config.max_target_length)
     params = parameters_of_trainer(
-        jax.device_get(init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params)
+        jax.device_get(init_state(config.update, abstract_state(config.update, mesh)).params)
     )
     step = HandwrittenStep(params, mesh, Form(config.base_num_query_heads), shape, LEARNING_RATE)
     rng = np.random.default_rng(0)

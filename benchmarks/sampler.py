@@ -18,7 +18,6 @@ from benchmarks.measurement import BenchmarkError, Measurement, ratio, seconds_i
 from maxbatch.config.loading import load_config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 
 BAR, SHARED_BAR = 10.0, 2.0
@@ -44,10 +43,10 @@ def measure(quick: bool) -> list[Measurement]:
 
 def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measurement:
     config = load_config(overrides=[f"max_target_length={length}"])
-    graphdef, params = nnx.split(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+    graphdef, params = nnx.split(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_BxP = np.random.default_rng(0).integers(0, 256, (rows, _P), dtype=np.int32)
     lengths_B, draw_ids_Bx3 = np.full(rows, _P, np.int32), np.zeros((rows, 3), np.uint32)
-    sampler = Sampler(DecoderConfig.of(config), _Endless(), None, prompt_length=_P)
+    sampler = Sampler(config.decoder, _Endless(), None, prompt_length=_P)
     greedy = SamplingRules(temperature=0.0)
 
     def with_cache() -> jax.Array:
@@ -83,12 +82,12 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
 def _shared(prompt: int, response: int, turns: int) -> Measurement:
     num_prompts, group = 2, 8
     config = load_config(overrides=[f"max_target_length={prompt + response}"])
-    params = nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+    params = nnx.state(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_QxP = np.random.default_rng(0).integers(0, 256, (num_prompts, prompt), dtype=np.int32)
     lengths_Q = np.full(num_prompts, prompt, np.int32)
     rows = np.arange(num_prompts * group, dtype=np.uint32)
     draw_ids_Bx3 = np.stack([rows // group, np.zeros_like(rows), rows % group], axis=1)
-    sampler = Sampler(DecoderConfig.of(config), _Endless(), None, prompt_length=prompt)
+    sampler = Sampler(config.decoder, _Endless(), None, prompt_length=prompt)
 
     def drawn(times: int) -> jax.Array:
         prompts, lengths = np.repeat(prompts_QxP, times, axis=0), np.repeat(lengths_Q, times)

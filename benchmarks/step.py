@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import jax
-from ml_collections import ConfigDict
 
 from benchmarks.handwritten import Form, HandwrittenStep, parameters_of_trainer
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
 from benchmarks.trainer import LEARNING_RATE, MODEL, QUICK_MODEL, RUN, TrainerStep, rows_of_documents
+from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import StagedBatch
 from maxbatch.training.compile.cache import CompileCounter
@@ -100,7 +100,7 @@ def _measure(num_micro_batches: int, model: Sequence[str], turns: int, updates_p
 
 
 def _seconds_in_turns(
-    config: ConfigDict, num_micro_batches: int, updates_per_turn: int, stack: ExitStack
+    config: Config, num_micro_batches: int, updates_per_turn: int, stack: ExitStack
 ) -> dict[str, list[float]]:
     context = RunContext(config, jax.devices(), stack)
     session = Session(context, open_pretraining(context))

@@ -7,14 +7,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
-from ml_collections import ConfigDict
 
+from maxbatch.config.config import Config
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.rows import Rows
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import TrainState, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 
 LEARNING_RATE = np.float32(1e-3)
 
@@ -43,7 +42,7 @@ QUICK_MODEL = (
 RUN = ("dataset_type=synthetic", "enable_checkpointing=false", "eval_interval=-1", "generate_prompt=")
 
 
-def rows_of_documents(num_rows: int, config: ConfigDict) -> Rows:
+def rows_of_documents(num_rows: int, config: Config) -> Rows:
     """Rows of random tokens, each of three documents, in memory: arrays [n, L]."""
     rng = np.random.default_rng(0)
     shape = (num_rows, config.max_target_length)
@@ -65,12 +64,10 @@ class TrainerStep:
       abstract: the train state's shapes and shardings.
     """
 
-    def __init__(
-        self, config: ConfigDict, mesh: Mesh, abstract: TrainState, executable: Any, shape: BatchShape
-    ) -> None:
+    def __init__(self, config: Config, mesh: Mesh, abstract: TrainState, executable: Any, shape: BatchShape) -> None:
         self._executable, self._shape = executable, shape
         self._placement = Placement(batch_sharding(mesh), config.max_target_length)
-        self.state = init_state(UpdateConfig.of(config), abstract)
+        self.state = init_state(config.update, abstract)
 
     def __call__(self, rows: Rows, num_micro_batches: int) -> tuple[float, float]:
         """Takes one update; returns its loss and gradient norm once it is done."""

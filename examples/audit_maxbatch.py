@@ -17,7 +17,6 @@ from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 
 LENGTH = 8
 MOST_ROWS = 12  # of a batch of an audit, padding included
@@ -40,9 +39,9 @@ def program(num_devices: int) -> tuple[Any, Any, Any]:
         raise ValueError(f"there are {len(jax.devices())} devices; --simulate-devices makes more")
     config = maxbatch.load_config(overrides=CONFIG)
     mesh = maxbatch.make_mesh(config, jax.devices()[:num_devices])
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
-    first = jax.device_get(init_state(UpdateConfig.of(config), abstract))
-    return mesh, (first, abstract), make_train_step(UpdateConfig.of(config), mesh, abstract)
+    abstract = abstract_state(config.update, mesh)
+    first = jax.device_get(init_state(config.update, abstract))
+    return mesh, (first, abstract), make_train_step(config.update, mesh, abstract)
 
 
 class Loop:

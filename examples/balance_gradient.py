@@ -20,8 +20,6 @@ import jax.numpy as jnp
 import numpy as np
 
 import maxbatch
-from maxbatch.config.sections import ModelConfig
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.experts.routing import RoutingSums, Slots, choose, slot_hashes, within_rows
 from maxbatch.training.update.balance import Balance, Scale
 
@@ -125,7 +123,7 @@ def megatron_global(case: Case) -> Gradient:
 def ours(case: Case, scope: str) -> Gradient:
     """Returns maxbatch's: sums over tokens, divided once by the tokens of the batch. Other rows are padding to it."""
     config = maxbatch.load_config(overrides=[*KEYS, f"load_balance_scope={scope}"])
-    balance, keys = Balance.of(DecoderConfig.of(config)), ModelConfig.of(config)
+    balance, keys = Balance.from_config(config.decoder), config.model
     assert balance is not None
     last_counts_NxE = jnp.round(case.last_shares_E * TOKENS_BEFORE * CHOICES).astype(jnp.int32)[None]
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from maxbatch.api import BatchFeed, FedBatch, open_feed, train
     from maxbatch.auditing.audit import Audit, audit
     from maxbatch.auditing.trainer import Layout
+    from maxbatch.config.config import Config
     from maxbatch.config.loading import load_config
-    from maxbatch.config.sections import Config
     from maxbatch.data.stream.own import Samples
     from maxbatch.data.stream.stream import Stream, open_stream
     from maxbatch.harness import evaluate
@@ -79,7 +79,7 @@ _HOME = {
     "Audit": "maxbatch.auditing.audit",
     "BatchFeed": "maxbatch.api",
     "BatchPlan": "maxbatch.plan.batch",
-    "Config": "maxbatch.config.sections",
+    "Config": "maxbatch.config.config",
     "FedBatch": "maxbatch.api",
     "Layout": "maxbatch.auditing.trainer",
     "LearningRate": "maxbatch.plan.learning_rate",

@@ -22,20 +22,18 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
+from maxbatch.config.config import Config, as_config
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.sections import Config
 from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
 from maxbatch.data.stream.own import Samples, as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.mesh import make_mesh, num_slices
 from maxbatch.parallel.sharding import num_shards
 from maxbatch.plan.batch import BatchPlan, Resume, check_batch_keys, expansion_factor
 from maxbatch.plan.mesh_shape import BATCH_AXES
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training import pretraining
 from maxbatch.training.own import Loss, MakeModel, Optimizer, Parts
@@ -78,22 +76,12 @@ def train(
       ConfigError: the config, the data, the model, the loss, the optimizer or the checkpoint cannot be used.
       TrainingError: `max_consecutive_skips` updates in a row were not finite, or the disk is full.
     """
-    config = _resolved(config)
-    check_batch_keys(PlanConfig.of(config))
+    config = as_config(config)
+    check_batch_keys(config.plan)
     _check_outputs(outputs)
     with ExitStack() as stack:  # also of a run that is refused, or complete already
         loggers = tuple(stack.enter_context(closing(_Logger(output))) for output in outputs)
         return pretraining.train(config, devices, Parts(model, objective, optimizer, stream, loggers))
-
-
-def _resolved(config: object) -> Config:
-    """Returns a config of `load_config`, or a copy of its keys in a `ConfigDict` of the user's."""
-    if isinstance(config, ConfigDict):
-        return Config.of(config)
-    if not isinstance(config, Config):
-        works = f"maxbatch.load_config({config!r})" if isinstance(config, str) else "maxbatch.load_config(...)"
-        raise ConfigError(f"config: must be a resolved config, not {type(config).__name__}; works: {works}")
-    return config
 
 
 def _check_outputs(outputs: object) -> None:
@@ -209,15 +197,15 @@ def open_feed(
     """
     if start < 0:
         raise ValueError(f"start={start}: must be at least 0")
-    config = _resolved(config)
-    check_batch_keys(PlanConfig.of(config))
+    config = as_config(config)
+    check_batch_keys(config.plan)
     leave_out_absent_tpu()
     mesh = make_mesh(config) if mesh is None else mesh
     num_hosts = len({device.process_index for device in mesh.devices.flat})
-    expansion = max(1, int(expansion_factor(PlanConfig.of(config), num_hosts)))
+    expansion = max(1, int(expansion_factor(config.plan, num_hosts)))
     opened: Stream | None = None
     if is_loading(jax.process_index(), expansion):
-        opened = open_stream(config) if stream is None else as_stream(stream, StreamConfig.of(config))
+        opened = open_stream(config) if stream is None else as_stream(stream, config.stream)
     samples_per_epoch = broadcast(lambda: opened.samples_per_epoch if opened else None)
 
     def planned(resume: Resume) -> BatchPlan:

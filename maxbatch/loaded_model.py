@@ -15,23 +15,21 @@ from typing import Any, NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.config import Config
 from maxbatch.config.loading import override_texts
-from maxbatch.config.recipes import Recipe
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import Config
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.sampling.completions import Completer
 from maxbatch.sampling.sampler import SamplingRules
-from maxbatch.sampling.text import TextConfig, generate_text
+from maxbatch.sampling.text import generate_text
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.compile.cache import use_persistent_cache
 from maxbatch.training.scoring import Scorer
@@ -90,7 +88,7 @@ class LoadedModel:
         self._has_stated_length = "max_target_length" in stated
         self._scorers: dict[int | None, Scorer] = {}  # by the most rows of a pass
         # A text begins as in the model's own training; an imported or fine-tuned model goes by its tokenizer's rules.
-        self._bos_by_key = "add_bos" in stated or not (Recipe.of(self.config).has_answers or self._is_imported)
+        self._bos_by_key = "add_bos" in stated or not (self.config.recipe.has_answers or self._is_imported)
 
     @cached_property
     def mesh(self) -> Mesh:
@@ -102,7 +100,7 @@ class LoadedModel:
         """The parameters, read at the first use."""
         config = self.config
         use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
-        return restored(self._source, DecoderConfig.of(config), self.mesh)[1]
+        return restored(self._source, config.decoder, self.mesh)[1]
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -114,7 +112,11 @@ class LoadedModel:
     @cached_property
     def context(self) -> int:
         """The most tokens that the model reads at once: `max_target_length`, or more by an imported model's folder."""
-        return int(self.config.max_target_length) if self._has_stated_length else context_length(self.config)
+        return (
+            int(self.config.max_target_length)
+            if self._has_stated_length
+            else context_length(self.config.decoder, self.config.load_parameters_path)
+        )
 
     @property
     def end_ids(self) -> tuple[int, ...]:
@@ -131,7 +133,7 @@ class LoadedModel:
         """
         if most_rows not in self._scorers:
             config = self._scoring
-            found = Scorer(DecoderConfig.of(config), config.mesh, self.mesh, self.params, most_rows)
+            found = Scorer(config.decoder, config.mesh, self.mesh, self.params, most_rows)
             self._scorers[most_rows] = found
         return self._scorers[most_rows]
 
@@ -141,7 +143,7 @@ class LoadedModel:
         Args:
           most_rows: rows in one pass; None: by their length.
         """
-        config = DecoderConfig.of(self._scoring)
+        config = self._scoring.decoder
         return Completer(self.params, self.tokenizer, config, self.mesh, self.context, most_rows)
 
     def first_ids(self) -> list[int]:
@@ -184,7 +186,7 @@ class LoadedModel:
         ):
             if not is_within:
                 raise ValueError(f"{name}={value}: must be {rule}")
-        text_config = TextConfig.of(self.config)
+        text_config = self.config.text
         if self._is_imported:
             text_config = text_config.replaced({"add_bos": self.tokenizer.begins_with_bos()})
         rules = SamplingRules(temperature, top_k, top_p, seed, max_new_tokens, self.end_ids)

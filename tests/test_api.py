@@ -21,7 +21,7 @@ from ml_collections import ConfigDict
 
 import maxbatch
 from maxbatch.cli import main
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.data.stream.fingerprint import fingerprint
 from tests.helpers.tiny import LENGTH, read_metrics, tiny_config
 

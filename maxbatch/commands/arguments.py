@@ -17,7 +17,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import error_width, folded, printable
 
 if TYPE_CHECKING:
-    from maxbatch.config.sections import Config
+    from maxbatch.config.config import Config
     from maxbatch.system.ray_cluster import RayCluster
 
 
@@ -75,8 +75,8 @@ def on_machine(
     from maxbatch.config.unknown import Machine, UnknownKeys
 
     def plans(values: Mapping[str, Value], num_devices: int, num_hosts: int) -> bool:
+        from maxbatch.config.combined import PlanConfig
         from maxbatch.plan.batch import BatchPlan
-        from maxbatch.plan.plan_config import PlanConfig
 
         try:
             BatchPlan.from_config(PlanConfig.of(values), num_devices, num_hosts, num_slices=slices)

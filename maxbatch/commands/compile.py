@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 from maxbatch.commands.arguments import count, local_path, note, place
 from maxbatch.commands.compiling import Compiled, compile_one, programs_on
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, show_time, smaller_targets
+from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.pins import texts_fixing
-from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.system.chips import Peak, mfu_peak
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, writing

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.plan.batch import BatchPlan, expansion_factor
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.atomic_files import write_atomically
 
 if TYPE_CHECKING:
@@ -43,17 +42,18 @@ class Update(NamedTuple):
 
 def programs_of(config: Config, target: Target, mesh: MeshShape, expansion: int = 1) -> Programs:
     """Returns the programs of a config's own model and loss on devices, not yet lowered."""
-    from maxbatch.training.programs import Programs, ProgramsConfig
+    from maxbatch.training.programs import Programs
+    from maxbatch.training.update.recipe import TrainedRecipe
 
-    keys = ProgramsConfig.of(config)
-    return Programs(keys, target.devices, mesh, keys.recipe.objective(config), expansion)
+    keys = config.programs
+    return Programs(keys, target.devices, mesh, TrainedRecipe.of(keys.recipe).objective(keys), expansion)
 
 
 def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Programs, list[Update]]:
     """Returns the programs of a run on devices, not yet lowered, and its updates."""
     from maxbatch.training.compile.ladder import largest_batch, plan_shapes
 
-    expansion = max(1, int(expansion_factor(PlanConfig.of(config), target.num_hosts)))
+    expansion = max(1, int(expansion_factor(config.plan, target.num_hosts)))
     programs = programs_of(config, target, plan.mesh, expansion)
     stages = [stage for stage in plan.stages if stage.num_steps is None or stage.num_steps]
     return programs, [Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)]
@@ -69,7 +69,6 @@ def compile_one(
 ) -> Compiled:
     """Compiles a program, writes its HLO text to a folder if one is given, and models its time."""
     from maxbatch.config.recipes import slots_per_sample
-    from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.compile.cache import without_persistent_cache
     from maxbatch.training.compile.flags import program_options
     from maxbatch.training.compile.memory import compile_for
@@ -82,7 +81,7 @@ def compile_one(
     text = executable.as_text() or ""
     if hlo:
         write_atomically(hlo / f"{name}.hlo", text)
-    model, slots, shape = DecoderConfig.of(config), slots_per_sample(config), update and update.shape
+    model, slots, shape = config.decoder, slots_per_sample(config), update and update.shape
     modelled = model_time(text, target, model, slots, config.peak_tflops_per_device, shape)
     return Compiled(verdict, executable, modelled.of_samples(update.share) if update else modelled)
 

@@ -11,7 +11,6 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import add_config, config_of, count, whole
-from maxbatch.config.recipes import Recipe
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
@@ -43,7 +42,7 @@ def run(args: Namespace) -> int:
       ConfigError: a config or data that cannot be used.
     """
     config = config_of(args)
-    recipe = Recipe.of(config)
+    recipe = config.recipe
     if recipe.is_sampled:
         raise ConfigError(
             f"batch_size={config.batch_size}: counts prompts, and maxbatch data does not show a stream of prompts; "

@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_averaged, check_overrides, count, place, real, whole
-from maxbatch.config.recipes import Recipe
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
 
 if TYPE_CHECKING:
-    from maxbatch.config.sections import Config
+    from maxbatch.config.config import Config
     from maxbatch.data.store.tokenizers import Tokenizer
     from maxbatch.sampling.chat import Chat
 
@@ -65,10 +64,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError("--prompt: must not be empty beside --chat; works: a message, or no --prompt")
     from maxbatch.data.store.cache_folder import cache_folder
     from maxbatch.data.store.tokenizers import tokenizer_of
-    from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.sampling.chat import Chat
     from maxbatch.sampling.sampler import SamplingRules
-    from maxbatch.sampling.text import TextConfig, generate_text
+    from maxbatch.sampling.text import generate_text
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.weights.parameters import open_source, restored
 
@@ -80,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer states
         config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower(), *args.overrides])
-    model = DecoderConfig.of(config)
+    model = config.decoder
     _, params = restored(source, model)
     ends = end_tokens(config.load_parameters_path)  # of a run: the end tokens of the model that it started from
     if args.chat:
@@ -89,7 +87,7 @@ def run(args: argparse.Namespace) -> int:
     most = args.max_new_tokens or _TEXT_TOKENS
     rules = SamplingRules(args.temperature, args.top_k, args.top_p, args.seed, most, ends)
     prompt = args.prompt or ""
-    text = generate_text(params, tokenizer, prompt, TextConfig.of(config), rules)
+    text = generate_text(params, tokenizer, prompt, config.text, rules)
     print(_shown(text), flush=True)
     if text == tokenizer.decode(tokenizer.encode(prompt)):
         _note("the text ends at once: the first token that was drawn is the end of the text")
@@ -102,14 +100,16 @@ def _is_chat_model(config: Config, tokenizer: Tokenizer, path: str) -> bool:
     """Returns whether a model's config states that it was trained on conversations."""
     from maxbatch.data.store.chat_prompts import chat_prompts
 
-    if not Recipe.of(config).holds_chats and not is_huggingface_folder(path):
+    if not config.recipe.holds_chats and not is_huggingface_folder(path):
         return False
     return config.sft_format not in _PLAIN_FORMATS and chat_prompts(tokenizer) is not None
 
 
 def _context(config: Config) -> int:
     """Returns the most tokens of a conversation: a training row's, or more if the model's folder states more."""
-    return min(context_length(config), max(int(config.max_target_length), _MOST_CONTEXT))
+    return min(
+        context_length(config.decoder, config.load_parameters_path), max(int(config.max_target_length), _MOST_CONTEXT)
+    )
 
 
 def _talk(chat: Chat, args: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxbatch.commands.surviving import SurvivingMachine
-    from maxbatch.config.sections import Config
+    from maxbatch.config.config import Config
     from maxbatch.plan.batch import BatchPlan, Resume
     from maxbatch.plan.checkpoint_period import CheckpointPeriod
     from maxbatch.system.chips import Peak
@@ -50,22 +50,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
-    from maxbatch.config.recipes import Recipe
     from maxbatch.config.rules import check_dataset
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
 
     config = config_of(args)
-    recipe = Recipe.of(config)
+    recipe = config.recipe
     has_hosts, args.hosts = args.hosts is not None, args.hosts or 1
     check_dataset(config)
     if args.topology:
         config = _take_topology(config, args)
     if recipe.is_sampled and not _may_mean_rows(args):
-        from maxbatch.rl.policy_config import PromptConfig
         from maxbatch.rl.refusals import check_policy
 
-        check_policy(config.rl, PromptConfig.of(config), config.compiled_dir)
+        check_policy(config.rl, config.prompting, config.compiled_dir)
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)
@@ -105,12 +103,11 @@ def run(args: argparse.Namespace) -> int:
             printed["words"] = [own._asdict() for own in settings_of(plan)]
         print(json.dumps(printed, indent=2))
         return 0
-    from maxbatch.plan.plan_config import PlanConfig
     from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
 
     console = plan_console()
     of_model = f"{_in_words(model)}\n{_peak_in_words(peak, config.quantization)}"
-    render_plan(plan, PlanConfig.of(config), of_model, console)
+    render_plan(plan, config.plan, of_model, console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
     if rows:
@@ -203,24 +200,22 @@ def _checkpoint_period(config: Config, args: argparse.Namespace) -> CheckpointPe
 def _may_mean_rows(args: argparse.Namespace) -> bool:
     """Returns whether only an override makes the config one of reinforcement learning."""
     from maxbatch.config.loading import load_config
-    from maxbatch.config.recipes import Recipe
 
     path, overrides = config_arguments(args)
     is_overridden = any(re.match(r"\s*batch_size\s*=", text) for text in overrides)
-    return is_overridden and (path is None or not Recipe.of(load_config(path)).is_sampled)
+    return is_overridden and (path is None or not load_config(path).recipe.is_sampled)
 
 
 def _model(config: Config) -> dict[str, int]:
     """Returns the size of the model and its cost, without adapters."""
     from maxbatch.config.matrices import active_model_size, model_size
-    from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.model.flops import model_flops_per_token
 
     keys = config.model
     return {
         "num_parameters": model_size(keys),
         "num_active_parameters": active_model_size(keys),
-        "flops_per_token": model_flops_per_token(DecoderConfig.of(config)),
+        "flops_per_token": model_flops_per_token(config.decoder),
     }
 
 
@@ -259,9 +254,8 @@ def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
     if not may_be_mixture and (stated or not may_be_cached):
         return stated
     from maxbatch.data.stream.epoch_lengths import remembered_length
-    from maxbatch.data.stream.stream_config import StreamConfig
 
-    known = StreamConfig.of(config)
+    known = config.stream
     if (remembered := remembered_length(known)) is not None:
         return stated or remembered
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
@@ -272,10 +266,9 @@ def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
 
 def _trained_tokens(config: Config, plan: BatchPlan) -> dict[str, float] | None:
     from maxbatch.data.stream.sources import trained_tokens_if_cached
-    from maxbatch.data.stream.stream_config import StreamConfig
     from maxbatch.data.stream.trained_tokens import trained_tokens_of_update
 
-    trained = trained_tokens_if_cached(StreamConfig.of(config))
+    trained = trained_tokens_if_cached(config.stream)
     return trained_tokens_of_update(trained, plan.global_batch_size_to_train_on) if trained else None
 
 

@@ -8,6 +8,7 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Collection
 
 from maxbatch.commands.arguments import add_config, add_ray, config_of, count, place, ray_cluster, whole
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import STORES, names_fixing
@@ -17,7 +18,6 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError, StoreRefused, writing
 from maxbatch.system.folding import printable
@@ -59,7 +59,7 @@ def run(args: Namespace) -> int:
       ConfigError: a dataset, tokenizer or folder that cannot be used, or a damaged store.
       TrainingError: a worker was killed.
     """
-    config = StreamConfig.of(config_of(args))
+    config = config_of(args).stream
     if args.verify is not None:
         if args.ray is not None or args.resources:
             raise ConfigError("--ray: --verify reads on this machine alone; works: --verify without --ray")

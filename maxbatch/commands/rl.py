@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING
 from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.refusing import refusing_together
 from maxbatch.config.loading import configs_dir
-from maxbatch.config.recipes import Recipe
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
 if TYPE_CHECKING:
-    from maxbatch.config.sections import Config
+    from maxbatch.config.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
 
     with refusing_together():
         config = config_of(args, default=str(configs_dir() / "post_train" / "rl.yml"))
-        if not Recipe.of(config).is_sampled:
+        if not config.recipe.is_sampled:
             raise ConfigError(
                 "batch_size=null: must be the number of prompts in a batch; works: batch_size=32, or a config built on "
                 "configs/post_train/rl.yml"
@@ -67,8 +66,8 @@ def newest_saved(config: Config) -> int | None:
 
     None if there is neither.
     """
-    from maxbatch.rl.policy_config import WARM_START
     from maxbatch.runs.position import last_saved
+    from maxbatch.runs.run_folder import WARM_START
     from maxbatch.system.storage import as_path
 
     if not config.enable_checkpointing:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, SurvivalRow, smaller_machines, survival_row
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from maxbatch.config.sections import Config
+    from maxbatch.config.config import Config
 
 
 class UpdateFigures(NamedTuple):
@@ -59,7 +58,7 @@ def survivors(
     """
     found = []
     for left in smaller_machines(machine, survive):
-        row = survival_row(PlanConfig.of(config), left, samples_per_epoch)
+        row = survival_row(config.plan, left, samples_per_epoch)
         # The compiler knows no part of a slice.
         has_program = topology and row.refusal is None and (machine.num_slices > 1 or left == machine)
         found.append(SurvivingMachine(row, _figures(config, topology, left.num_slices) if has_program else None))

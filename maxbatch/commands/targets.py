@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.simulation import simulate_devices
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.flags import flags_in_force, state_flags
@@ -36,7 +35,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 def config_and_target(args: argparse.Namespace) -> tuple[Config, Target]:
     """Returns the config and the devices that the flags name; raises ConfigError if the flags contradict each other."""
     config = config_of(args)
-    check_batch_keys(PlanConfig.of(config))
+    check_batch_keys(config.plan)
     if args.topology and args.simulate_devices:
         raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
@@ -70,13 +69,11 @@ def plan_on(config: Config, target: Target) -> BatchPlan:
       ConfigError: the devices cannot run the model, or a rule of the batch is broken.
     """
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
-    from maxbatch.data.stream.stream_config import StreamConfig
-    from maxbatch.model.decoder_config import DecoderConfig
     from maxbatch.training.programs import checked_mesh_shape
 
-    shape = checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), target.devices)
-    epoch = samples_per_epoch_if_cached(StreamConfig.of(config))
-    return BatchPlan.on_mesh(PlanConfig.of(config), shape, target.num_hosts, samples_per_epoch=epoch)
+    shape = checked_mesh_shape(config.plan, config.decoder, target.devices)
+    epoch = samples_per_epoch_if_cached(config.stream)
+    return BatchPlan.on_mesh(config.plan, shape, target.num_hosts, samples_per_epoch=epoch)
 
 
 def show_time(programs: Mapping[str, Modelled]) -> None:

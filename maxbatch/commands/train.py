@@ -8,11 +8,10 @@ from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, config_of, count
 from maxbatch.commands.refusing import refusing_together
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED, ConfigError, report
 
 if TYPE_CHECKING:
-    from maxbatch.config.sections import Config
+    from maxbatch.config.config import Config
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
 
     with refusing_together():
         config = config_of(args)
-        check_batch_keys(PlanConfig.of(config))
+        check_batch_keys(config.plan)
     if args.is_trial:
         return _try(config, args)
     if args.simulate_hosts:

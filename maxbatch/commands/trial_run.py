@@ -12,12 +12,11 @@ import math
 import tempfile
 from typing import Any, NamedTuple
 
+from maxbatch.config.config import Config
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.recipes import Recipe
-from maxbatch.config.sections import Config
 from maxbatch.data.stream.faults import data_faults
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
 from maxbatch.system.errors import EXIT_DONE, ConfigError
 
@@ -144,7 +143,7 @@ def try_run(config: Config, trial: TinyRun) -> int:
         f"{mesh} on {trial.num_devices} CPU device{'s' * (trial.num_devices > 1)}, {_STEPS} updates of synthetic data",
         flush=True,
     )
-    faults = data_faults(StreamConfig.of(config))
+    faults = data_faults(config.stream)
     _train(trial, faults)
     if config.load_parameters_path or config.load_full_state_path:
         _open_parameters(config.load_parameters_path or config.load_full_state_path, faults)

@@ -17,7 +17,6 @@ from typing import (
     Annotated,
     Any,
     ClassVar,
-    Generic,
     Literal,
     NamedTuple,
     NoReturn,
@@ -202,7 +201,9 @@ class Section(Mapping[str, Any]):
         raise AttributeError(f"{name}: a {type(self).__name__} is frozen")
 
     def __eq__(self, other: object) -> bool:
-        return type(self) is type(other) and self.__dict__ == other.__dict__
+        if type(self) is not type(other):
+            return False
+        return all(self.__dict__[name] == other.__dict__[name] for name in self._names)
 
     def __hash__(self) -> int:
         return hash((type(self), *(self.__dict__[name] for name in self._names)))
@@ -254,19 +255,6 @@ class Section(Mapping[str, Any]):
             for name, part in _parts(type(self)).items()
         }
         return type(self)(**changed)
-
-
-_S = TypeVar("_S", bound=Section)
-
-
-class PartOf(Generic[_S]):
-    """A section as an attribute of the whole config."""
-
-    def __init__(self, section: type[_S]) -> None:
-        self._section = section
-
-    def __get__(self, config: Section, owner: type) -> _S:
-        return self._section.of(config)
 
 
 @_cached

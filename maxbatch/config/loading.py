@@ -15,10 +15,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from maxbatch.config.config import Config
 from maxbatch.config.keys import Entry, Fixes, Key, Part
 from maxbatch.config.paths import place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
-from maxbatch.config.sections import KEYS, Config, names_fixing, names_of
+from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping
 
+from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes, Section
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import (
@@ -146,14 +147,14 @@ def states_batch(name: str) -> bool:
     return changes(name) == THE_BATCH
 
 
-def read_written(path: AnyPath) -> dict[str, Value] | None:
+def read_written(path: AnyPath) -> Config | None:
     """Reads the config written by a run, without the environment; returns None if it cannot be read.
 
     Missing keys are newer than the run, so they have their defaults.
     """
     try:
         texts = {entry.name: (entry.text, entry.plain) for entry in entries(path)}
-        return {name: key.read(*texts.get(name, (key.default,))) for name, key in keys().items()}
+        return Config.of({name: key.read(*texts.get(name, (key.default,))) for name, key in keys().items()})
     except ConfigError:
         return None
 

@@ -49,9 +49,11 @@ class Recipe(Section):
 
     @classmethod
     def of(cls, config: Keyed) -> Self:
-        """Returns the kind chosen by a config or a section, as this room's type."""
-        found = config if isinstance(config, Recipe) else getattr(config, "recipe", None)
-        if not isinstance(found, Recipe):
+        """Returns a kind, or the one that a config's keys choose, as this room's type."""
+        found = vars(config).get("recipe") if isinstance(config, Section) else None  # it may lack the keys that choose
+        if isinstance(config, Recipe):
+            found = config
+        elif found is None:
             found = _named(next((kind for name, kind in choices().items() if _is_stated(config, name)), _TEXT))
         assert isinstance(found, cls), f"{found.name} is a {cls.__name__}"
         return found

@@ -19,7 +19,6 @@ from maxbatch.config.keys import (
     Key,
     LocalPath,
     Part,
-    PartOf,
     Place,
     Quantity,
     Section,
@@ -553,19 +552,15 @@ class CompilingConfig(Section):
 
 
 # fmt: on
-class Config(
+class AllKeys(
     RunConfig, LengthConfig, BatchConfig, RampConfig, PromptBatchConfig, RLConfig, RatesConfig, OptimizerConfig,
     ModelConfig, RematConfig, AdapterConfig, DataConfig, PreferenceConfig, MeshConfig, CheckpointConfig,
     EvaluationConfig, LoggingConfig, CompilingConfig,
 ):  # fmt: skip
-    """The whole config: every key as an attribute and as an item, and the sections that rooms take."""
-
-    rl, rates, model, remat = PartOf(RLConfig), PartOf(RatesConfig), PartOf(ModelConfig), PartOf(RematConfig)
-    adapters, data, mesh = PartOf(AdapterConfig), PartOf(DataConfig), PartOf(MeshConfig)
-    evaluation = PartOf(EvaluationConfig)
+    """Every key, as an attribute and as an item."""
 
 
-SECTIONS: tuple[type[Section], ...] = Config.__bases__
+SECTIONS: tuple[type[Section], ...] = AllKeys.__bases__
 KEYS: tuple[Key, ...] = tuple(key for section in SECTIONS for key in section.declared())
 # Choices of remat_policy=custom per tensor of a layer, the default first; MaxText's names.
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}

@@ -10,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import MATRICES
 from maxbatch.model.cache import Cache
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.norms import Norm, norm_of, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product

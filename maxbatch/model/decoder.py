@@ -19,11 +19,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.families import FAMILIES, is_local_layer
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, num_layers
 from maxbatch.model.attention import Attention
 from maxbatch.model.cache import Cache
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.experts.experts import Experts
 from maxbatch.model.experts.routing import RoutingSums, Slots, slot_hashes
 from maxbatch.model.latent_attention import LatentAttention
@@ -188,7 +188,7 @@ class Decoder(nnx.Module):
             math.sqrt(config.base_emb_dim) if FAMILIES[config.decoder_block].scales_embedding else None
         )
         self.logits_soft_cap: float = config.final_logits_soft_cap
-        self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.of(config)
+        self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.from_config(config)
         self.local_layers = is_local_layer(config.attention_type, num_layers(config))
         self.has_experts = FAMILIES[config.decoder_block].has_experts
         self.scan_layers = config.scan_layers

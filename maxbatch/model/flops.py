@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.families import is_local_layer
 from maxbatch.config.matrices import attention_widths, parameters
-from maxbatch.model.decoder_config import DecoderConfig
 
 
 def model_flops_per_token(config: DecoderConfig) -> int:

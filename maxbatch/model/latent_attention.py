@@ -16,10 +16,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import MATRICES, attention_widths
 from maxbatch.model.attention import attend, attend_to_cache, choose_implementation
 from maxbatch.model.cache import Cache
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters

@@ -52,7 +52,7 @@ class RopeKeys:
     rope_long_factors: str
 
     @classmethod
-    def of(cls, config: ModelConfig) -> RopeKeys:
+    def from_config(cls, config: ModelConfig) -> RopeKeys:
         """Returns the keys of a config; with latent attention the head is its rotated part."""
         keys = cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
         if FAMILIES[config.decoder_block].has_latents:

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
-from maxbatch.config.sections import Config
+from maxbatch.config.combined import PlanConfig
+from maxbatch.config.config import Config, as_plan
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
-from maxbatch.plan.plan_config import PlanConfig
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 
 def slice_of(device: jax.Device) -> int:
@@ -86,7 +90,7 @@ def lay_out_again(shape: MeshShape, mesh: Mesh) -> Mesh:
     return Mesh(mesh.devices.reshape(tuple(shape.sizes.values())), tuple(shape.sizes), axis_types=mesh.axis_types)
 
 
-def make_mesh(config: Config, devices: Sequence[jax.Device] | None = None) -> Mesh:
+def make_mesh(config: Config | ConfigDict, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Returns the mesh of a config: `mesh_shape`, laid out over the devices (by default all of them)."""
     devices = jax.devices() if devices is None else devices
-    return lay_out(mesh_shape(PlanConfig.of(config), devices), devices)
+    return lay_out(mesh_shape(as_plan(config), devices), devices)

@@ -9,9 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from maxbatch.config.sections import Config
+from maxbatch.config.combined import PlanConfig
+from maxbatch.config.config import Config, as_plan
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import largest_divisor
 from maxbatch.plan.experts import ExpertGroups
@@ -25,7 +26,6 @@ from maxbatch.plan.mesh_shape import (
     check_sampler_fits,
 )
 from maxbatch.plan.microbatches import MicrobatchUnit
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.program import check_attention
 from maxbatch.plan.rampup import RampupBatchManager, Stage
 from maxbatch.plan.refusal import Refusal, accepted, in_words
@@ -34,6 +34,9 @@ from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_r
 from maxbatch.plan.unused_keys import unused_keys
 from maxbatch.plan.update_settings import DecayPlan, Decays
 from maxbatch.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 
 class Resume(NamedTuple):
@@ -119,7 +122,7 @@ class BatchPlan:
     @classmethod
     def from_config(
         cls,
-        config: Config | PlanConfig,
+        config: Config | ConfigDict | PlanConfig,
         num_devices: int = 1,
         num_hosts: int = 1,
         *,
@@ -144,7 +147,7 @@ class BatchPlan:
         def meshes(tried: PlanConfig) -> RunMeshes:
             return RunMeshes.from_config(tried, num_devices, num_slices, num_hosts)
 
-        stated = PlanConfig.of(config)
+        stated = as_plan(config)
         return accepted(stated, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
 
     @classmethod

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple, overload
 
-from maxbatch.config.sections import Config, RatesConfig
-from maxbatch.plan.plan_config import PlanConfig
+from maxbatch.config.combined import PlanConfig
+from maxbatch.config.config import Config, as_plan
+from maxbatch.config.sections import RatesConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.rate_shape import rate_shape, warm_up_end
 from maxbatch.plan.refusal import Refusal
@@ -17,6 +18,7 @@ from maxbatch.plan.seesaw import Seesaw
 
 if TYPE_CHECKING:
     import numpy as np
+    from ml_collections import ConfigDict
 
 
 class LearningRate(NamedTuple):
@@ -30,7 +32,7 @@ class LearningRate(NamedTuple):
     @classmethod
     def from_config(
         cls,
-        config: Config | PlanConfig,
+        config: Config | ConfigDict | PlanConfig,
         manager: RampupBatchManager | None = None,
         *,
         num_devices: int = 1,
@@ -47,7 +49,7 @@ class LearningRate(NamedTuple):
         Raises:
           ConfigError: the schedule depends on the run's length, which is unknown (epochs of unknown data).
         """
-        config = PlanConfig.of(config)
+        config = as_plan(config)
         if manager is None:
             manager = RampupBatchManager.from_config(config, num_devices, samples_per_epoch=samples_per_epoch)
         schedule = config.rates.learning_rate_schedule

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.matrices import num_layers
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.system.errors import ConfigError
 

@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.values import Value, exact
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.mesh_shape import MeshShape, pipeline_microbatches
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.plan.seesaw import Seesaw
 from maxbatch.plan.stages import (

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import attention_widths
 from maxbatch.config.sections import ModelConfig
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal
 
 LANES = 128  # of a TPU's vector registers; the blocks of splash attention are multiples of it

@@ -15,17 +15,20 @@ import functools
 import math
 from collections.abc import Iterator, Mapping
 from fractions import Fraction
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from maxbatch.config.sections import Config
+from maxbatch.config.combined import PlanConfig
+from maxbatch.config.config import Config, as_plan
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage, split_stages
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, accepted, stated
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.seesaw import Seesaw
 from maxbatch.plan.stages import MOST_SAMPLES, data_end
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 
 class Stage(NamedTuple):
@@ -89,7 +92,7 @@ class RampupBatchManager:
     @classmethod
     def from_config(
         cls,
-        config: Config | PlanConfig,
+        config: Config | ConfigDict | PlanConfig,
         num_devices: int = 1,
         *,
         num_slices: int = 1,
@@ -110,7 +113,7 @@ class RampupBatchManager:
             rl = RLBatch.if_stated(tried, meshes, unit)
             return cls.on_devices(tried, unit, rl, samples_per_epoch, anchor)
 
-        return accepted(PlanConfig.of(config), plan)
+        return accepted(as_plan(config), plan)
 
     @classmethod
     def from_state(

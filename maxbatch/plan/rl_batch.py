@@ -14,12 +14,12 @@ import math
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import PromptBatchConfig
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.divisors import nearest_divisor
 from maxbatch.plan.mesh_shape import RunMeshes
 from maxbatch.plan.microbatches import MicrobatchUnit, SplitStage
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal
 from maxbatch.plan.stages import MOST_SAMPLES, nearest_multiple
 

@@ -11,9 +11,9 @@ from fractions import Fraction
 from functools import partial
 from typing import NamedTuple
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import RatesConfig
 from maxbatch.config.values import Value, amount, counted
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rate_shape import has_fallen, rate_shape, warm_up_end
 from maxbatch.plan.refusal import Refusal
 

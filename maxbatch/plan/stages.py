@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.values import Value, counted, exact, shown
 from maxbatch.plan.divisors import divisors
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.refusal import Refusal, in_words, stated
 from maxbatch.plan.seesaw import Seesaw
 

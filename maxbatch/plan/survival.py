@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.values import Number, exact, plain_number
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import check_divides
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 
 

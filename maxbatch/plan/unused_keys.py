@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import RampConfig
 from maxbatch.config.values import exact
 from maxbatch.plan.mesh_shape import MeshShape
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.refusal import stated
 from maxbatch.plan.seesaw import Seesaw

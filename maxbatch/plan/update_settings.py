@@ -11,10 +11,10 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import OptimizerConfig, RatesConfig
 from maxbatch.config.values import in_runs, in_tokens
 from maxbatch.plan.learning_rate import LearningRate
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 
 _MOST_HALVINGS = 100.0  # of one update: nothing older is left

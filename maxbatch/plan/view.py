@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from maxbatch.config.combined import PlanConfig
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.learning_rate import LearningRate
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import Stage
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays

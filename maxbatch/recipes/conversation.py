@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import DataConfig, names_fixing
 from maxbatch.data.stream.recipe import Fitted, Identity, Split
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.training.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:

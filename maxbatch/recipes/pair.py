@@ -9,18 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, ClassVar, TypeVar
 
-from maxbatch.config.sections import DataConfig, PreferenceConfig
+from maxbatch.config.combined import StreamConfig
+from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import Value, shown
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError
 from maxbatch.data.store.conversations import Conversations, Texts, extras_of, messages_of
 from maxbatch.data.stream.recipe import Identity, Opened, Split
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:
+    from maxbatch.config.combined import ProgramsConfig
     from maxbatch.data.store.token_store import Manifest
     from maxbatch.data.store.tokenizers import Tokenizer
     from maxbatch.data.stream.pair_rows import PairRows
@@ -117,10 +118,10 @@ class PairRecipe(TrainedRecipe):
 
         return PairRows(split.store, split.numbers_S, config.max_target_length, config.overlong, split.pad_id)
 
-    def objective(self, config: Mapping[str, Any]) -> Objective:
+    def objective(self, config: ProgramsConfig) -> Objective:
         from maxbatch.training.update.preferences import preference_objective
 
-        return preference_objective(PreferenceConfig.of(config))
+        return preference_objective(config.preferences)
 
 
 RECIPE = PairRecipe()

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import RolloutConfig
 from maxbatch.config.sections import EvaluationConfig, RLConfig
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt, Prompts
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller, chunks, score

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.sections import RLConfig
+from maxbatch.config.combined import LearnerConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
@@ -26,14 +26,6 @@ from maxbatch.training.update.gradients import Accumulation, Sums
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.state import TrainState, abstract_state
 from maxbatch.training.update.step import StepMetrics, update
-from maxbatch.training.update.update_config import UpdateConfig
-
-
-class LearnerConfig(UpdateConfig):
-    """The keys of the update, those of the policy's loss, and the compiler's flags."""
-
-    rl: RLConfig
-    libtpu_flags: str
 
 
 class Learner:

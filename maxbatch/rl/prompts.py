@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxbatch.config.combined import PromptConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import names_fixing
@@ -30,7 +31,6 @@ from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.samples import place_in_epochs
 from maxbatch.data.stream.sources import order_identity
 from maxbatch.huggingface.folder.config_json import END_TOKENS, end_tokens
-from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.refusals import check_lengths, check_type
 from maxbatch.rl.templates import Template

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from maxbatch.config.combined import PromptConfig
 from maxbatch.config.sections import READY_TASKS, RLConfig
-from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.reward_functions import scorer
 from maxbatch.rl.reward_terms import parse_rewards, reward_error

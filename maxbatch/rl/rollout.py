@@ -12,14 +12,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import RolloutConfig
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.huggingface.folder.config_json import end_tokens
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.resharding import HandedOver, Resharding
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
-from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.reward_functions import ResponseToScore
 from maxbatch.rl.rewards import ResponseScores, Rewards
@@ -63,7 +62,7 @@ class Roller:
         self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
         self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
         self._prompt_length = config.max_prefill_predict_length
-        self._reshard = Resharding(parameter_shardings(abstract_model(DecoderConfig.of(config))[1], mesh))
+        self._reshard = Resharding(parameter_shardings(abstract_model(config)[1], mesh))
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(
             config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts,

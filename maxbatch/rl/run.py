@@ -15,8 +15,9 @@ from typing import ClassVar, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import LearnerConfig, RolloutConfig
+from maxbatch.config.config import Config
 from maxbatch.config.pins import facts_of
-from maxbatch.config.sections import Config
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, warn
 from maxbatch.parallel.mesh import lay_out, lay_out_again, must_take_turns, num_slices, share_out
@@ -27,8 +28,7 @@ from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.rl.ahead import BatchesAhead
 from maxbatch.rl.collecting import CollectedBatch, Workshop
 from maxbatch.rl.evaluation import PolicyEvaluator, open_evaluator
-from maxbatch.rl.learner import Learner, LearnerConfig
-from maxbatch.rl.policy_config import PromptConfig, RolloutConfig
+from maxbatch.rl.learner import Learner
 from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.reward_terms import identity_of
@@ -86,7 +86,7 @@ def open_policy_training(context: RunContext) -> OpenedPolicy:
       ConfigError: the config, the prompts or the rewards cannot be used, or the hosts have different prompts.
     """
     config = context.config
-    prompting = PromptConfig.of(config)
+    prompting = config.prompting
     check_policy(config.rl, prompting, config.compiled_dir)
     rewards = context.stack.enter_context(Rewards(config.rl))
     timeline = context.stack.enter_context(Timeline())
@@ -95,9 +95,7 @@ def open_policy_training(context: RunContext) -> OpenedPolicy:
     identity = broadcast(lambda: prompts.identity)
     check_same_data(f"dataset_path={config.dataset_path!r}", prompts.identity)
     data = TaskData(identity, prompts.num_prompts, jax.process_count(), unit="prompts")
-    return OpenedPolicy(
-        context, LearnerConfig.of(config), RolloutConfig.of(config), rewards, timeline, source, prompts, data
-    )
+    return OpenedPolicy(context, config.learner, config.rollout, rewards, timeline, source, prompts, data)
 
 
 @dataclass(frozen=True, eq=False)

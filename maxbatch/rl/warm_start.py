@@ -11,23 +11,24 @@ from collections.abc import Iterator
 
 import jax
 
+from maxbatch.config.combined import PromptConfig, UpdateConfig
+from maxbatch.config.config import Config
 from maxbatch.config.loading import keys
-from maxbatch.config.sections import Config, RLConfig
+from maxbatch.config.sections import RLConfig
 from maxbatch.config.values import Value
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.parallel.trees import State
 from maxbatch.plan.rl_batch import RLBatch
-from maxbatch.rl.policy_config import WARM_START, PromptConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.templates import Template
 from maxbatch.runs.position import committed_steps
+from maxbatch.runs.run_folder import WARM_START
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.session import Outcome
 from maxbatch.training.update.state import TrainState, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.parameters import FirstParameters
 
 
@@ -45,7 +46,7 @@ def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcom
         # Examples left by a start without a checkpoint may have other settings.
         if not config.warm_start_path and not (as_path(documents).exists() and committed_steps(folder)):
             folder.mkdir(parents=True, exist_ok=True)
-            examples = worked_examples(PromptConfig.of(config), config.warm_start_steps * batch.effective_batch_size)
+            examples = worked_examples(config.prompting, config.warm_start_steps * batch.effective_batch_size)
             write_atomically(as_path(documents), "".join(json.dumps({"text": text}) + "\n" for text in examples))
 
     broadcast(write_examples)

@@ -20,6 +20,7 @@ from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
 SESSIONS_FILE = "sessions.jsonl"
 FORK_FILE = "branch.json"  # of a run that began at another run's checkpoint
+WARM_START = "warm_start"  # the run before the first update of reinforcement learning
 _FILES = (
     LOCK_FILE,
     RUN_FILE,

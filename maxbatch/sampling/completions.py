@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 

@@ -22,11 +22,11 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, NORMS
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import token_logprobs
 from maxbatch.model.products import product
 from maxbatch.parallel.hosts import warn

@@ -11,21 +11,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from maxbatch.config.recipes import Recipe
+from maxbatch.config.combined import TextConfig
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import TrainingError
 
 _MAX_NEW_TOKENS = 128
-
-
-class TextConfig(DecoderConfig):
-    """The decoder's keys, and what decides on the first token of a text."""
-
-    add_bos: bool
-    recipe: Recipe
 
 
 def generate_text(

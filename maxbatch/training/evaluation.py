@@ -11,6 +11,7 @@ import jax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.sections import EvaluationConfig
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
@@ -20,7 +21,6 @@ from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
-from maxbatch.training.update.update_config import UpdateConfig
 
 
 class EvalResult(NamedTuple):

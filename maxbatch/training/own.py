@@ -19,7 +19,9 @@ import numpy as np
 import optax
 from flax import nnx
 
-from maxbatch.config.sections import Config, ModelConfig, OptimizerConfig
+from maxbatch.config.combined import UpdateConfig
+from maxbatch.config.config import Config
+from maxbatch.config.sections import ModelConfig, OptimizerConfig
 from maxbatch.data.feed.placement import TokenRows
 from maxbatch.data.stream.own import Samples
 from maxbatch.data.stream.stream import Stream
@@ -34,7 +36,6 @@ from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.gradients import Objective, ObjectiveSums
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.training.update.state import ModelMaker, abstract_model, num_parameters
-from maxbatch.training.update.update_config import UpdateConfig
 
 
 class Rows(NamedTuple):

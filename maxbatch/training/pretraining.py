@@ -13,11 +13,13 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import PlanConfig, ProgramsConfig
+from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.pins import facts_of, texts_fixing
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import Config, EvaluationConfig
+from maxbatch.config.sections import EvaluationConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import is_loading
@@ -25,7 +27,6 @@ from maxbatch.data.store.store import IDS
 from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.agreement import check_agreed
@@ -34,12 +35,11 @@ from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.plan.mesh_shape import MeshShape
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import TimePart
 from maxbatch.sampling.sampler import SamplingRules
-from maxbatch.sampling.text import TextConfig, generate_text
+from maxbatch.sampling.text import generate_text
 from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted, folded_command
@@ -49,7 +49,7 @@ from maxbatch.training.compile.flags import flags_in_force, program_options, sta
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator, num_evaluated
-from maxbatch.training.harness.run_model import RunModel, RunModelConfig
+from maxbatch.training.harness.run_model import RunModel
 from maxbatch.training.harness.tasks import Tasks
 from maxbatch.training.own import (
     Parts,
@@ -61,7 +61,7 @@ from maxbatch.training.own import (
     optimizer_maker,
     task_model,
 )
-from maxbatch.training.programs import INIT, Programs, ProgramsConfig, checked_mesh_shape, step_name
+from maxbatch.training.programs import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.reference import (
     REFERENCE_FILE,
@@ -118,23 +118,23 @@ def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: 
       ConfigError: the config, the parts or the data cannot be used, or the hosts have different data.
     """
     config = context.config
-    keys, planning = ProgramsConfig.of(config), PlanConfig.of(config)
-    _check(parts, config.compiled_dir, keys.recipe)
+    keys, planning, recipe = config.programs, config.plan, TrainedRecipe.of(config.recipe)
+    _check(parts, config.compiled_dir, recipe)
     tasks = _open_tasks(config.evaluation, parts)
     mesh_shape = checked_mesh_shape(planning, keys, context.devices)
     expansion = max(1, int(expansion_factor(planning, jax.process_count())))
     make_model = module_maker(partial(parts.model, config), name_of(parts.model)) if parts.model else None
     own_optimizer = optimizer_maker(parts.optimizer, keys.optimizer)
     model = task_model(make_model, keys, mesh_shape, own_optimizer)
-    objective = objective_of(parts.objective, make_model, config.model) or keys.recipe.objective(config)
+    objective = objective_of(parts.objective, make_model, config.model) or recipe.objective(keys)
     stream = None
     if is_loading(jax.process_index(), expansion):
         own = parts.stream
-        stream = open_stream(config) if own is None else as_stream(own, StreamConfig.of(config))
+        stream = open_stream(config) if own is None else as_stream(own, config.stream)
     data = _agree_on_data(stream, config.dataset_path, jax.process_count() // expansion)
     return OpenedPretraining(
-        context, parts, concludes, keys, planning, tasks, mesh_shape, expansion, own_optimizer, model, objective,
-        stream, data,
+        context, parts, concludes, keys, recipe, planning, tasks, mesh_shape, expansion, own_optimizer, model,
+        objective, stream, data,
     )  # fmt: skip
 
 
@@ -186,6 +186,7 @@ class OpenedPretraining:
     parts: Parts
     concludes: bool  # whether a sample of text and the next command end the run
     keys: ProgramsConfig
+    recipe: TrainedRecipe
     planning: PlanConfig
     tasks: Tasks | None  # that evals score
     mesh_shape: MeshShape
@@ -236,7 +237,14 @@ class OpenedPretraining:
         config, tokenizer = self.context.config, self.tokenizer()
         ends, params = end_tokens(config.load_parameters_path), programs.abstract.model
         check_vocabulary(config, tokenizer.vocab_size)
-        model = RunModel(RunModelConfig.of(config), programs.mesh, tokenizer, context_length(config), ends, params)
+        model = RunModel(
+            config.text,
+            programs.mesh,
+            tokenizer,
+            context_length(config.decoder, config.load_parameters_path),
+            ends,
+            params,
+        )
         self.tasks.check(model)
         return model
 
@@ -246,7 +254,7 @@ class OpenedPretraining:
         The answer of a pair's record is the chosen one.
         """
         config = self.context.config
-        if not (self.keys.recipe.has_answers and config.generate_prompt) or self.is_own:
+        if not (self.recipe.has_answers and config.generate_prompt) or self.is_own:
             return None
         questions = [Question(*one) for one in broadcast(lambda: questions_of(stream) if stream is not None else [])]
         if not questions:
@@ -327,7 +335,7 @@ class PlannedPretraining:
             tokenizer = opened.stream.tokenizer if opened.stream is not None else opened.tokenizer()
             found["content of tokenizer_path"] = tokenizer.identity
             found["end tokens of load_parameters_path"] = str(end_tokens(config.load_parameters_path))
-            if opened.keys.recipe.has_answers:
+            if opened.recipe.has_answers:
                 with suppress(ConfigError):  # a tokenizer without a template writes no question of its own
                     found["chat template of tokenizer_path"] = tokenizer.chat_template().identity
         return found
@@ -340,7 +348,7 @@ class PlannedPretraining:
         bounds = opened.context.config.evaluation
         return find_reference(
             opened.context.folder.path / REFERENCE_FILE,
-            Reference(opened.keys.recipe.unit, opened.objective.num_referred),
+            Reference(opened.recipe.unit, opened.objective.num_referred),
             start.parameters.origin.mark,
             start.position.step > 0,
             ReadPart(opened.stream, last),
@@ -389,7 +397,7 @@ class BuiltPretraining:
             merging = compile_merging(context.config.adapters, planned.abstract)
         evaluator = self._evaluator(held_out) if self.has_eval_loss else None
         answers, log = None, None
-        if evaluator and opened.keys.recipe.answers_evals:
+        if evaluator and opened.recipe.answers_evals:
             answers = opened.answers_to(held_out, planned.mesh)
         if answers and is_first():
             log = stack.enter_context(closing(AnswersLog(context.folder, context.board, self.start.position.step)))
@@ -552,7 +560,7 @@ class RunningPretraining:
         if config.generate_prompt and not is_own and not context.stop.is_asked:
             params = self._merged(state)
             try:
-                found = self._answer_sample(params) if opened.keys.recipe.has_answers else None
+                found = self._answer_sample(params) if opened.recipe.has_answers else None
                 text, asks = found or (self._text_sample(params), asks)
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
@@ -568,7 +576,7 @@ class RunningPretraining:
         """Returns a text that continues `generate_prompt`."""
         opened, config = self.opened, self.opened.context.config
         rules = SamplingRules(end_ids=end_tokens(config.load_parameters_path))
-        text, tokenizer = TextConfig.of(config), opened.tokenizer()
+        text, tokenizer = config.text, opened.tokenizer()
         return generate_text(params, tokenizer, config.generate_prompt, text, rules, self.planned.mesh)
 
     def _answer_sample(self, params: State) -> tuple[str, str] | None:

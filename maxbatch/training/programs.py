@@ -13,23 +13,19 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import DecoderConfig, PlanConfig, ProgramsConfig
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.sections import CheckpointConfig, EvaluationConfig
 from maxbatch.data.feed.placement import BATCH_DTYPES, REFERENCE_DTYPES, BatchShape, Placement
 from maxbatch.model.attention import choose_implementation
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.reference import ReferencePass
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import OptimizerMaker
-from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checksums import CHECKSUMS, lower_checksums
 
 INIT = "init"
@@ -49,14 +45,6 @@ def checked_mesh_shape(config: PlanConfig, model: DecoderConfig, devices: Sequen
     shape = mesh_shape(config, devices)
     choose_implementation(model, devices[0].platform, shape.sizes["context"])
     return shape
-
-
-class ProgramsConfig(UpdateConfig):
-    """The keys of the update, and those of evals and checkpoints that determine a run's programs."""
-
-    evaluation: EvaluationConfig
-    checkpoint: CheckpointConfig
-    recipe: TrainedRecipe
 
 
 class Programs:

@@ -25,6 +25,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.rows import Rows
@@ -38,7 +39,6 @@ from maxbatch.system.hashing import row_hashes
 from maxbatch.system.storage import AnyPath
 from maxbatch.training.update.answers import score_answers
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
-from maxbatch.training.update.update_config import UpdateConfig
 
 REFERENCE_FILE = "reference.bin"
 _READ_SAMPLES = 1024  # samples per read, when looking for unknown ones

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from maxbatch.config.combined import PlanConfig
+from maxbatch.config.config import Config
 from maxbatch.config.pins import THE_BATCH, THE_CUT, changed_since, read_written, states_batch
-from maxbatch.config.sections import Config
-from maxbatch.config.values import Value
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.runs.devices import read_devices
 from maxbatch.runs.run_id import RunIdentity
@@ -25,7 +25,7 @@ def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_see
     before = read_written(run_dir / "config.yml")
     if before is None:
         return []
-    old = _plan_before(run_dir, before, plan)
+    old = _plan_before(run_dir, before.plan, plan)
     same = old is not None and _same_batches(old, plan, samples_seen)
     lines = changed_since(before, config, THE_CUT if same else THE_BATCH)
     found = list(lines.values())
@@ -46,16 +46,16 @@ def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:
     return [f"changed since the last session: {'; '.join(changed)}"] if changed else []
 
 
-def _plan_before(run_dir: AnyPath, before: Mapping[str, Value], plan: BatchPlan) -> BatchPlan | None:
+def _plan_before(run_dir: AnyPath, before: PlanConfig, plan: BatchPlan) -> BatchPlan | None:
     """Returns the last session's plan of the batch; None if prompts state it, or if unknown."""
     used = read_devices(run_dir)
     if plan.rl is not None or not used:
         return None
     last = used[-1]
-    stated, epoch = Config.of(before), plan.samples_per_epoch
+    epoch = plan.samples_per_epoch
     try:
         return BatchPlan.from_config(
-            stated, last.num_devices, last.num_hosts, num_slices=last.num_slices, samples_per_epoch=epoch
+            before, last.num_devices, last.num_hosts, num_slices=last.num_slices, samples_per_epoch=epoch
         )
     except ConfigError:  # from a version with other rules
         return None

@@ -14,8 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.sections import MeshConfig
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import target_scores
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES, pipeline_microbatches

@@ -16,14 +16,13 @@ from typing import Generic, NamedTuple
 import jax
 import numpy as np
 
+from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.sections import Config
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import is_first, warn
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
@@ -51,10 +50,11 @@ from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
-from maxbatch.training.record.recorder import Output, Record, RecordConfig, Recorder, ThroughputMeter
+from maxbatch.training.record.recorder import Output, Record, Recorder, ThroughputMeter
 from maxbatch.training.resuming import changed_reads, changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Built, Opened, Running, Start
+from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
@@ -150,7 +150,7 @@ class Session(Generic[B]):
     def __init__(self, context: RunContext, opened: Opened[B], outputs: Sequence[Output] = ()) -> None:
         self._context, self.opened, self._outputs = context, opened, outputs
         self.config, self.console, self.folder = context.config, context.console, context.folder
-        self._clock, self._recording = context.sessions, RecordConfig.of(context.config)
+        self._clock, self._recording = context.sessions, context.config.record
         self.checkpoints = self._open_checkpoints()
         with self._clock.during(TimePart.RESTORING):
             newest = self.checkpoints.newest() if self.checkpoints else None
@@ -367,14 +367,14 @@ class Session(Generic[B]):
             yield Board(self.folder.path, step, warn)
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
-        log_period, counted = self._recording.log_period, self._recording.recipe.counted
+        log_period, counted = self._recording.log_period, TrainedRecipe.of(self.config.recipe).counted
         yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted)
         yield from self._outputs
 
     def train(self, running: Running[B], state: TrainState, recorder: Recorder, profiler: Profiler) -> TrainState:
         """Trains on the fed batches. A run stops and is saved between batches; a batch may serve several updates."""
         config = self.config
-        settings = UpdatePlan.from_config(PlanConfig.of(config), self.plan.manager)
+        settings = UpdatePlan.from_config(config.plan, self.plan.manager)
         first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
         recorder.restart_clock()
         for batch in running.feed:

@@ -16,6 +16,7 @@ from typing import NamedTuple, Protocol, TypeVar
 import jax
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import UpdateConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.plan.batch import BatchPlan, Resume
@@ -24,7 +25,6 @@ from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.runs.position import Position
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.update.step import StepMetrics
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import model_identity
 from maxbatch.training.weights.parameters import FirstParameters
 

@@ -12,8 +12,8 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.commands.data import add_arguments, run
+from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config
-from maxbatch.config.sections import Config
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import open_stream
 from tests.helpers.corpus import LENGTH, jsonl_config, some_texts

@@ -19,12 +19,11 @@ from flax import nnx
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.commands.generate import add_arguments, run
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.sampler import SamplingRules, jit_responses
-from maxbatch.sampling.text import TextConfig, generate_text
+from maxbatch.sampling.text import generate_text
 from maxbatch.system.errors import TrainingError
 from tests.helpers.huggingface_folders import write_folder
 from tests.helpers.policies import trained_to_say
@@ -35,12 +34,12 @@ NO_BOS = load_config(overrides=[*TINY_MODEL, "logits_via_embedding=false", "add_
 TOKENIZER = ByteTokenizer()
 
 
-RANDOM = nnx.state(Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0)), nnx.Param)
+RANDOM = nnx.state(Decoder(CONFIG.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
 def text(params: nnx.State = RANDOM, prompt: str = "def ", n: int = 8, config: Config = CONFIG, **rules: Any) -> str:
     rules = {"temperature": 1.0, "max_new_tokens": n} | rules
-    return generate_text(params, TOKENIZER, prompt, TextConfig.of(config), SamplingRules(**rules))
+    return generate_text(params, TOKENIZER, prompt, config.text, SamplingRules(**rules))
 
 
 def test_one_seed_one_text_and_another_seed_another() -> None:
@@ -58,7 +57,7 @@ def test_temperature_zero_and_top_one_take_the_likeliest_token_whatever_the_seed
 @pytest.mark.runs
 @pytest.mark.parametrize("prompt", ["abc", string.ascii_letters[: LENGTH - 2]])
 def test_the_likeliest_token_is_that_of_the_model_that_sees_the_whole_prompt(prompt: str) -> None:
-    decoder = Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0))
+    decoder = Decoder(CONFIG.decoder, rngs=nnx.Rngs(params=0))
     ids = [TOKENIZER.bos_id, *TOKENIZER.encode(prompt)]
     tokens = jnp.asarray([ids])
     x = decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD[0, -1]
@@ -103,7 +102,7 @@ class Latin1(ByteTokenizer):
 
 def test_a_full_window_goes_on_from_its_last_half() -> None:
     def said(prompt: str, n: int) -> str:
-        return generate_text(RANDOM, Latin1(), prompt, TextConfig.of(NO_BOS), SamplingRules(0.0, max_new_tokens=n))
+        return generate_text(RANDOM, Latin1(), prompt, NO_BOS.text, SamplingRules(0.0, max_new_tokens=n))
 
     whole = said("def ", 2 * LENGTH)
     assert len(whole) == len("def ") + 2 * LENGTH
@@ -113,7 +112,7 @@ def test_a_full_window_goes_on_from_its_last_half() -> None:
 
 
 def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
-    said = partial(generate_text, RANDOM, Latin1(), config=TextConfig.of(NO_BOS), rules=SamplingRules(max_new_tokens=4))
+    said = partial(generate_text, RANDOM, Latin1(), config=NO_BOS.text, rules=SamplingRules(max_new_tokens=4))
     half = string.ascii_letters[: LENGTH // 2]
     for start in ("x" * (LENGTH // 2), "some other start of a document, "):
         assert said(start + half) == start + said(half)
@@ -122,7 +121,7 @@ def test_a_prompt_that_fills_the_window_is_seen_by_its_last_half() -> None:
 def test_every_window_and_every_token_has_draws_of_its_own() -> None:
     half = LENGTH // 2
     rules = SamplingRules(max_new_tokens=4 * LENGTH)
-    said = generate_text(trained_to_say(CONFIG), Latin1(), "x", TextConfig.of(NO_BOS), rules)[LENGTH:]
+    said = generate_text(trained_to_say(CONFIG), Latin1(), "x", NO_BOS.text, rules)[LENGTH:]
     assert len({said[i : i + half] for i in range(0, len(said) - half, half)}) == 6
     assert len(set(said)) > 50  # and so has every token
 

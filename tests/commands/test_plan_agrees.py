@@ -11,16 +11,13 @@ import pytest
 from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.commands import plan as plan_command
+from maxbatch.config.config import Config
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import Config
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.model.attention import choose_implementation
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.plan.batch import check_batch_keys, expansion_factor
 from maxbatch.plan.learning_rate import LearningRate
-from maxbatch.plan.plan_config import PlanConfig
 
 VALUES = {
     "per_device_batch_size": ["0.5", "1/3", "2", "3", "16", "null"],
@@ -66,15 +63,15 @@ VALUES = {
 def checks_of_train(config: Config, devices: int, hosts: int) -> None:
     """What `train` (`rl` for a batch of prompts) asks of a config and its devices before it opens a file."""
     if config.batch_size is None:
-        check_batch_keys(PlanConfig.of(config))
-    expansion_factor(PlanConfig.of(config), hosts)
+        check_batch_keys(config.plan)
+    expansion_factor(config.plan, hosts)
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
-    read_mixture(StreamConfig.of(config))
+    read_mixture(config.stream)
     if config.dataset_type not in ("synthetic", "tokens"):
         check_vocabulary(config, tokenizer.vocab_size)
     plan = BatchPlan.from_config(config, devices, hosts, samples_per_epoch=1000)
     platform = {"splash": "tpu", "cudnn": "gpu"}.get(config.attention, "cpu")
-    choose_implementation(DecoderConfig.of(config), platform, plan.mesh.sizes["context"])
+    choose_implementation(config.decoder, platform, plan.mesh.sizes["context"])
     LearningRate.from_config(config, plan.manager)
 
 

@@ -19,7 +19,6 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.commands import prepare
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import builder, formats, tokenise
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl
@@ -53,7 +52,7 @@ def run(*arguments: str) -> int:
 
 def prepared(folder: str, *overrides: str, key: str = "dataset_path") -> TokenStore:
     config = load_config(overrides=["dataset_type=tokens", f"{key}={folder}", *overrides])
-    return open_store(DataConfig.of(config), make_tokenizer(config.tokenizer_type, config.tokenizer_path), key)
+    return open_store(config.store, make_tokenizer(config.tokenizer_type, config.tokenizer_path), key)
 
 
 def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> None:
@@ -61,12 +60,10 @@ def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> 
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("200 documents, ") and "1 records left out" in lines[0] and "MB/s" in lines[0]
     config = load_config(overrides=["dataset_type=jsonl", data])
-    cached, store = open_store(DataConfig.of(config), ByteTokenizer()), prepared("out")
+    cached, store = open_store(config.store, ByteTokenizer()), prepared("out")
     assert np.array_equal(cached.tokens[:], store.tokens[:]) and np.array_equal(cached.offsets, store.offsets)
     assert cached.manifest == store.manifest
-    assert find_store(
-        DataConfig.of(load_config(overrides=["dataset_type=tokens", "dataset_path=out"])), ByteTokenizer()
-    )
+    assert find_store(load_config(overrides=["dataset_type=tokens", "dataset_path=out"]).store, ByteTokenizer())
     assert isinstance(store.tokens, MappedTokens) and store.folder == Path("out").absolute(), "nothing is copied"
 
 
@@ -140,9 +137,9 @@ def test_workers_end_with_their_parent_also_when_it_is_killed(tmp_path: Path, bu
         "from maxbatch.data.store.token_store import TokenLayout\n"
         "from maxbatch.data.store.tokenizers import ByteTokenizer\n"
         "from maxbatch.system.worker_pool import WorkerPool\n"
-        "config = DataConfig.of(load_config())\n"
+        "config = load_config().store\n"
         "source = DocumentSource.from_config(config)\n"
-        "how = tokenise.Tokeniser(source, ByteTokenizer(), TokenLayout.of(ByteTokenizer(), config))\n"
+        "how = tokenise.Tokeniser(source, ByteTokenizer(), TokenLayout.from_config(config, ByteTokenizer()))\n"
         "pool = WorkerPool(functools.partial(tokenise._part_writer, how), 2)\n"
         "pool.wait_for_setup()\n"
         "job = (Piece(SourceFile('endless', 'endless', 0, 0), 0, 0, 0),)\n"
@@ -327,8 +324,8 @@ def test_the_next_command_is_what_was_typed_with_the_folder_instead(data: str, t
     assert config.dataset_type == "tokens" and config.dataset_path == "my out"
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     check_vocabulary(config, tokenizer.vocab_size)
-    assert open_store(DataConfig.of(config), tokenizer).manifest["documents"] == 1
-    assert open_store(DataConfig.of(config), tokenizer, "eval_dataset_path").manifest["text_bytes"] == len("held out")
+    assert open_store(config.store, tokenizer).manifest["documents"] == 1
+    assert open_store(config.store, tokenizer, "eval_dataset_path").manifest["text_bytes"] == len("held out")
 
 
 @pytest.mark.runs

@@ -8,10 +8,10 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.commands.trial_run import make_trial
+from maxbatch.config.config import Config
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import configs_dir, load_config
 from maxbatch.config.matrices import model_size
-from maxbatch.config.sections import Config, ModelConfig
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.plan.batch import BatchPlan
 from tests.helpers.tiny import TINY_RUN
@@ -41,7 +41,7 @@ def test_a_trial_has_the_family_of_the_model_and_none_of_its_size(preset: str) -
     for key in ("attention_type", "mlp_activations", "rope_type", "use_qk_norm", "attention_bias", "dtype", "opt_type"):
         assert tiny[key] == config[key], key
     assert (tiny.num_experts > 1) == (config.num_experts > 1)
-    assert model_size(ModelConfig.of(tiny)) < 1_000_000
+    assert model_size(tiny.model) < 1_000_000
     assert (tiny.tokenizer_type, tiny.dataset_type, num_devices) == ("byte", "synthetic", 2)
 
 

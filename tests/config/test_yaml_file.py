@@ -11,7 +11,6 @@ from maxbatch import ConfigError, load_config
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.yaml_file import compose
 from maxbatch.data.stream.mixture import read_mixture
-from maxbatch.data.stream.stream_config import StreamConfig
 from tests.helpers.configs import error_of, write
 
 
@@ -120,7 +119,7 @@ def test_merge_keys_are_resolved_in_configs_mixtures_and_sweeps(tmp_path: Path) 
     sources = "a: &a {path: a.jsonl, weight: 2}\nb: {<<: *a, path: b.jsonl}\n"
     mixture = write(tmp_path / "mixture.yml", sources)
     config = load_config(overrides=["dataset_type=jsonl", f"dataset_path={mixture}"])
-    found = read_mixture(StreamConfig.of(config)) or ()
+    found = read_mixture(config.stream) or ()
     assert [(source.name, source.weight) for source in found] == [("a", 0.5), ("b", 0.5)]
     swept = "base: {<<: {steps: 3}, log_period: 4}\nparameters: {<<: {learning_rate: [1e-3, 3e-3]}}\n"
     sweep = SweepFile.read(str(write(tmp_path / "sweep.yml", swept)))

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from maxbatch import load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from tests.helpers.corpus import WORDS, write_jsonl
 
 CHATML = (

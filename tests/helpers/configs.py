@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 
 
 def write(path: Path, text: str) -> Path:

@@ -11,7 +11,7 @@ import grain
 import numpy as np
 
 from maxbatch import load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.data.stream.reader import Order, RowBlocks
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.stream import Stream

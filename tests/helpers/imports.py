@@ -7,7 +7,7 @@ from pathlib import Path
 from maxbatch import load_config
 from maxbatch.commands.import_config.command import translated, written
 from maxbatch.commands.import_config.translation import Fate
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 
 
 def imported(name: str, path: Path, text: str) -> tuple[Config, dict[str, Fate]]:

@@ -9,8 +9,7 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
-from maxbatch.config.sections import Config
-from maxbatch.model.decoder_config import DecoderConfig
+from maxbatch.config.config import Config
 from maxbatch.training.weights.parameters import open_source, restored
 
 
@@ -20,4 +19,4 @@ def load_parameters(
     """Returns the config, the model graph and the parameters of a model, on a mesh or the first device."""
     source = open_source(path)
     config = source.config(overrides)
-    return config, *restored(source, DecoderConfig.of(config), mesh)
+    return config, *restored(source, config.decoder, mesh)

@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch import load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.rl.run import train_policy
 from tests.helpers.tiny import TINY_MODEL, read_metrics
 
@@ -59,7 +58,7 @@ def train(run_dir: Path, *overrides: str, devices: int = 1) -> list[dict[str, An
 
 def trained_to_say(config: Config, *bias: tuple[int, float]) -> nnx.State:
     """Returns parameters with which the given ids have the given logits at every position, all others 0."""
-    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))
+    decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=0))
     attention, mlp = decoder.layers.attention, decoder.layers.mlp
     # The stream is one everywhere: what the layers would add to it is nothing.
     for weight, value in ((decoder.embedding, 1.0), (attention.out, 0.0), (mlp.down, 0.0), (decoder.output, 0.0)):

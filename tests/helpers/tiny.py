@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 
 LENGTH = 32
 TINY_MODEL = (

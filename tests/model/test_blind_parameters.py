@@ -9,9 +9,7 @@ import pytest
 from flax import nnx
 
 from maxbatch.config.loading import load_config
-from maxbatch.config.sections import ModelConfig
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.experts.routing import choose
 from maxbatch.model.loss import token_logprobs
 from maxbatch.plan.batch import BatchPlan
@@ -25,7 +23,7 @@ TOP_1 = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=1", "nor
 
 def gradients(*keys: str) -> dict[str, float]:
     """Returns the largest gradient of each parameter."""
-    config = DecoderConfig.of(load_config(overrides=[*SMALL, *keys]))
+    config = load_config(overrides=[*SMALL, *keys]).decoder
     model = Decoder(config, rngs=nnx.Rngs(params=0))
     graphdef, params = nnx.split(model, nnx.Param)
     draw = np.random.default_rng(0)
@@ -60,7 +58,7 @@ def test_a_gradient_that_is_zero_in_exact_arithmetic_is_zero(keys: tuple[str, ..
 
 
 def test_the_weight_of_one_expert_that_is_normalised_is_exactly_1() -> None:
-    config = ModelConfig.of(load_config(overrides=[*SMALL, *TOP_1]))
+    config = load_config(overrides=[*SMALL, *TOP_1]).model
     logits = jnp.asarray(np.random.default_rng(0).normal(0, 9, (2, 12, 4)), jnp.float32)
     assert (np.asarray(choose(config, logits, None)[0].weights_MxLxk) == 1).all()
 

@@ -14,7 +14,6 @@ from flax import nnx
 
 from maxbatch import load_config
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.loss import loss_sums
 from tests.helpers.tiny import LENGTH, TINY_MODEL, some_rows, tiny_config
@@ -27,7 +26,7 @@ LAYERS_ONLY = ("query", "key", "value", "out", "gate", "up", "down")
 
 
 def decoder_of(*overrides: str) -> Decoder:
-    return Decoder(DecoderConfig.of(tiny_config(*overrides)), rngs=nnx.Rngs(params=0))
+    return Decoder(tiny_config(*overrides).decoder, rngs=nnx.Rngs(params=0))
 
 
 @nnx.jit
@@ -158,7 +157,7 @@ def test_bfloat16_compute_stays_close_to_float32() -> None:
 @pytest.mark.parametrize("overrides", [(), TINY_MODEL])
 def test_the_loss_starts_near_that_of_a_uniform_guess(tied: str, overrides: tuple[str, ...]) -> None:
     config = load_config(overrides=[*overrides, f"logits_via_embedding={tied}"])
-    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))
+    decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=0))
     tokens = jax.random.randint(jax.random.key(1), (4, config.max_target_length), 0, 256)
     ones = jnp.ones(tokens.shape, jnp.int32)
     loss, weight = nnx.jit(loss_sums)(decoder, tokens, ones, ones.astype(jnp.float32).at[:, 0].set(0))
@@ -199,9 +198,9 @@ def test_layers_start_unlike_each_other() -> None:
 
 def test_flops_count_every_matrix_six_times_and_causal_attention() -> None:
     config = tiny_config()
-    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))
+    decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=0))
     by_name = [(path[-1], v.size) for path, v in nnx.iter_graph(decoder) if isinstance(v, nnx.Param)]
     matrices = sum(size for name, size in by_name if name in LAYERS_ONLY) + decoder.output_projection().size
     # Scores and weighted values: 2 products of 2 * h operations for each of the (L + 1) / 2 visible keys on average.
     attention = 3 * 2 * 2 * 2 * 4 * 8 * LENGTH / 2
-    assert model_flops_per_token(DecoderConfig.of(config)) == 6 * matrices + attention
+    assert model_flops_per_token(config.decoder) == 6 * matrices + attention

@@ -17,7 +17,6 @@ from jax.extend.core import Jaxpr, subjaxprs
 from maxbatch.config.sections import Quantization
 from maxbatch.model import eight_bits
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.eight_bits import eight_bit_einsum, quantised
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.products import product
@@ -170,7 +169,7 @@ FAMILIES = {
 def test_all_products_of_a_layer_are_in_8_bits_and_no_others(quantization: Quantization, name: str) -> None:
     matrices, router, overrides = FAMILIES[name]
     config = tiny_config(*overrides, "base_num_decoder_layers=1", "scan_layers=false", f"quantization={quantization}")
-    graphdef, params = nnx.split(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)))
+    graphdef, params = nnx.split(Decoder(config.decoder, rngs=nnx.Rngs(params=0)))
     tokens = jnp.zeros((1, 8), jnp.int32)
 
     def loss(params: nnx.State) -> jax.Array:

@@ -9,9 +9,7 @@ import pytest
 from flax import nnx
 
 from maxbatch.config.matrices import active_model_size, parameters
-from maxbatch.config.sections import ModelConfig
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
@@ -24,7 +22,7 @@ YARN = ("rope_type=yarn", "rope_factor=4", "original_max_position_embeddings=8",
 
 def decoder_of(*overrides: str) -> Decoder:
     keys = ("model_name=tiny-deepseek", *YARN, f"max_target_length={LENGTH}", *overrides)
-    return Decoder(DecoderConfig.of(config_of(*keys)), rngs=nnx.Rngs(params=0))
+    return Decoder(config_of(*keys).decoder, rngs=nnx.Rngs(params=0))
 
 
 @pytest.mark.runs
@@ -74,8 +72,8 @@ def test_a_loop_has_the_gradients_of_its_layers_one_by_one() -> None:
 
 
 def test_parameters_that_a_token_meets_and_flops_are_those_of_deepseek_v3() -> None:
-    config = DecoderConfig.of(config_of("model_name=deepseek3-671b"))
-    assert round(active_model_size(ModelConfig.of(config)) / 1e9, 1) == 37.6  # 37 in the report, without the embedding
+    config = config_of("model_name=deepseek3-671b").decoder
+    assert round(active_model_size(config) / 1e9, 1) == 37.6  # 37 in the report, without the embedding
     attention = 3 * 61 * 4096 * 128 * (192 + 128)
     lookup = 129280 * 7168
     vectors = sum(row.size(config) for row in parameters(config) if not row.inputs)
@@ -84,7 +82,7 @@ def test_parameters_that_a_token_meets_and_flops_are_those_of_deepseek_v3() -> N
 
 
 def test_adapters_are_of_attention_and_of_mlps_and_never_of_experts() -> None:
-    base = abstract_model(DecoderConfig.of(config_of("model_name=tiny-deepseek")))[1]
+    base = abstract_model(config_of("model_name=tiny-deepseek").decoder)[1]
     paths = {target.path for target in Adapters(2, 2.0, frozenset()).targets(base)}
     names = ("query_down", "query_up", "latent", "latent_up", "out")
     attention = {(stack, "attention", name) for stack in ("dense_layers", "layers") for name in names}

@@ -9,8 +9,6 @@ from flax import nnx
 from maxbatch import load_config
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import num_layers, parameters
-from maxbatch.config.sections import ModelConfig
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.training.update.state import abstract_model
 
@@ -40,12 +38,12 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, form: str) -> None:
     config = load_config(overrides=[f"decoder_block={family}", *keys_of(family, form)])
-    _, params = abstract_model(DecoderConfig.of(config))
+    _, params = abstract_model(config.decoder)
     leaves = jax.tree.leaves_with_path(params, is_leaf=lambda x: isinstance(x, nnx.Variable))
     found = {
         parameter_path(path): (one.get_value().shape, tuple(one.get_metadata("logical_axes"))) for path, one in leaves
     }
-    model = ModelConfig.of(config)
+    model = config.model
     expected = {}
     for row in parameters(model):
         stack = [(row.path[0], num_layers(model, row.path[0]))] if row.is_stacked else []

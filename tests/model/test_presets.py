@@ -6,8 +6,6 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.config.matrices import model_size
-from maxbatch.config.sections import ModelConfig
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.training.update.state import abstract_model, num_parameters
 from tests.helpers.published_models import PUBLISHED
 
@@ -15,8 +13,8 @@ from tests.helpers.published_models import PUBLISHED
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_a_preset_has_as_many_parameters_as_its_model(preset: str) -> None:
     config = load_config(overrides=[f"model_name={preset}"])
-    assert num_parameters(abstract_model(DecoderConfig.of(config))[1]) == PUBLISHED[preset].num_parameters
-    assert model_size(ModelConfig.of(config)) == PUBLISHED[preset].num_parameters
+    assert num_parameters(abstract_model(config.decoder)[1]) == PUBLISHED[preset].num_parameters
+    assert model_size(config.model) == PUBLISHED[preset].num_parameters
 
 
 @pytest.mark.parametrize(
@@ -29,4 +27,4 @@ def test_a_preset_has_as_many_parameters_as_its_model(preset: str) -> None:
 )
 def test_the_keys_of_any_model_tell_its_parameters(overrides: tuple[str, ...]) -> None:
     config = load_config(overrides=list(overrides))
-    assert model_size(ModelConfig.of(config)) == num_parameters(abstract_model(DecoderConfig.of(config))[1])
+    assert model_size(config.model) == num_parameters(abstract_model(config.decoder)[1])

@@ -10,7 +10,6 @@ from flax import nnx
 
 from maxbatch.model import attention, decoder, latent_attention, mlp, products
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.experts import experts
 from maxbatch.model.products import gradients_together, product, two_products
 from maxbatch.parallel.trees import State
@@ -73,7 +72,7 @@ def test_every_matrix_but_the_routers_is_applied_by_the_one_product(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("logits_via_embedding=false", *FAMILIES[family])
-    graphdef, params = nnx.split(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)))
+    graphdef, params = nnx.split(Decoder(config.decoder, rngs=nnx.Rngs(params=0)))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 8)), jnp.int32)
 
     def matrices_with_gradient() -> set[str]:

@@ -13,22 +13,20 @@ import pytest
 from flax import nnx
 
 from maxbatch import ConfigError
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.model.attention import Attention, attend, choose_implementation
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.splash import block_size, splash_attend
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import tiny_config
 
 M, L, H, HEAD_DIM = 2, 256, 4, 16
 
 
 def chosen_on(platform: str, config: Config) -> str:
-    return choose_implementation(DecoderConfig.of(config), platform, make_mesh(config).shape["context"])
+    return choose_implementation(config.decoder, platform, make_mesh(config).shape["context"])
 
 
 @pytest.mark.runs
@@ -131,12 +129,12 @@ def test_the_train_step_refuses_it_before_anything_compiles() -> None:
     config = tiny_config("attention=splash")
     mesh = make_mesh(config)
     with pytest.raises(ConfigError, match="attention=splash"):
-        make_train_step(UpdateConfig.of(config), mesh, abstract_state(UpdateConfig.of(config), mesh))
+        make_train_step(config.update, mesh, abstract_state(config.update, mesh))
 
 
 def test_a_look_at_a_model_runs_anywhere_whatever_it_was_trained_with() -> None:
     config = tiny_config("attention=splash", "max_target_length=256")
-    keys = DecoderConfig.of(config)
+    keys = config.decoder
     attention = nnx.eval_shape(lambda: Attention(keys, "layers.attention", rngs=nnx.Rngs(0), constrain=unconstrained))
     assert attention.implementation == "dot_product"
 
@@ -191,10 +189,10 @@ def test_a_decoder_compiles_for_tpus_forward_and_backward_with_splash(
         "base_mlp_dim=512", "max_target_length=512", "remat_policy=full", "scan_layers=true", *overrides.split(),
     )  # fmt: skip
     mesh = make_mesh(config, devices_of(topology))
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
+    abstract = abstract_state(config.update, mesh)
     rows = (1, 8, 512)
     batch = Batch(*(jax.ShapeDtypeStruct(rows, dtype) for dtype in ("int32", "int32", "float32")))
     scalars = jax.ShapeDtypeStruct((), "int32"), abstract_settings()
-    compiled = make_train_step(UpdateConfig.of(config), mesh, abstract).lower(abstract, batch, *scalars).compile()
+    compiled = make_train_step(config.update, mesh, abstract).lower(abstract, batch, *scalars).compile()
     kernels = re.findall(r'custom_call_target="tpu_custom_call"', compiled.as_text())
     assert len(kernels) >= 3, "forward, its recomputation or backward in queries, backward in keys"

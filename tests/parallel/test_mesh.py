@@ -16,7 +16,6 @@ from maxbatch.parallel.mesh import lay_out, make_mesh, share_out
 from maxbatch.parallel.sharding import ACTIVATION_RULES, activation_constraint
 from maxbatch.plan.mesh_shape import AXES, MeshShape
 from maxbatch.training.update.state import abstract_state
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import bytes_of
 
 PRESETS = sorted(path.stem for path in (Path(__file__).parents[2] / "configs" / "models").glob("*.yml"))
@@ -46,7 +45,7 @@ def placements(*overrides: str) -> dict[str, tuple[tuple[int, ...], P, int]]:
     """Shape, partition and bytes on one device of every array of the train state, by its name."""
     config = load_config(overrides=list(overrides))
     table = {}
-    for path, leaf in jax.tree.leaves_with_path(abstract_state(UpdateConfig.of(config), make_mesh(config))):
+    for path, leaf in jax.tree.leaves_with_path(abstract_state(config.update, make_mesh(config))):
         names = [str(getattr(entry, "key", getattr(entry, "name", getattr(entry, "idx", "")))) for entry in path]
         own = math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         table[".".join(names).removesuffix(".value")] = (leaf.shape, leaf.sharding.spec, own)
@@ -86,7 +85,7 @@ def test_golden_placement_of_activations() -> None:
 
 def test_nothing_is_held_twice_where_no_axis_replicates() -> None:
     config = load_config(overrides=["model_name=llama3-8b", *SHARDED])
-    total = bytes_of(abstract_state(UpdateConfig.of(config), make_mesh(config)))
+    total = bytes_of(abstract_state(config.update, make_mesh(config)))
     own = sum(own for _, _, own in placements("model_name=llama3-8b", *SHARDED).values())
     assert total / 8 <= own < 1.001 * total / 8
 

@@ -11,17 +11,14 @@ import pytest
 from flax import nnx
 
 from maxbatch import BatchPlan
-from maxbatch.config.sections import EvaluationConfig, MeshConfig, RematConfig
 from maxbatch.data.feed.placement import Placement
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint, batch_sharding
 from maxbatch.training.evaluation import EvalResult, Evaluator
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.collectives import computations, loops
 from tests.helpers.tiny import LENGTH, UNSAVED, bytes_of, read_metrics, some_rows, tiny_config
 from tests.training.update.test_step import assert_same_steps, run_steps
@@ -83,21 +80,16 @@ def evaluator_of(config: Any, num_devices: int, batch_size: int) -> tuple[Evalua
     """An evaluator and the abstract state of its run."""
     mesh = make_mesh(config, jax.devices()[:num_devices])
     placement = Placement(batch_sharding(mesh), config.max_target_length)
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
+    abstract = abstract_state(config.update, mesh)
     return Evaluator(
-        UpdateConfig.of(config),
-        EvaluationConfig.of(config),
-        placement,
-        open_stream(config, split="eval"),
-        25,
-        batch_size,
+        config.update, config.evaluation, placement, open_stream(config, split="eval"), 25, batch_size
     ), abstract
 
 
 def evaluate(overrides: tuple[str, ...], num_devices: int, batch_size: int) -> EvalResult:
     config = tiny_config(*overrides, "eval_fraction=0.05")
     evaluator, abstract = evaluator_of(config, num_devices, batch_size)
-    return evaluator(init_state(UpdateConfig.of(config), abstract).params)
+    return evaluator(init_state(config.update, abstract).params)
 
 
 @pytest.mark.runs
@@ -126,7 +118,7 @@ def test_the_bubble_of_the_plan_is_that_of_the_program(stages: int, microbatches
 
 def test_each_stage_holds_its_layers_and_their_moments_and_no_others() -> None:
     config = tiny_config(*pipelined(4, 4, 2))
-    state = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), make_mesh(config)))
+    state = init_state(config.update, abstract_state(config.update, make_mesh(config)))
     stacked = [leaf for leaf in jax.tree.leaves(state) if leaf.shape[:1] == (8,)]
     assert len(stacked) == 3 * 9  # parameters and both moments of adamw
     for leaf in stacked:
@@ -141,11 +133,9 @@ def kept_by_tick(overrides: tuple[str, ...], rows: int) -> list[Any]:
     """What every tick of the forward pass leaves for the backward pass, without the axis of the ticks."""
     config = tiny_config(*overrides, f"max_target_length={SHORT}")
     mesh = make_mesh(config, jax.devices()[:4])
-    pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
+    pipeline = make_pipeline(config.mesh, config.remat, mesh, ("fsdp",))
     assert pipeline is not None
-    graphdef, params = abstract_model(
-        DecoderConfig.of(config), activation_constraint(mesh, ("fsdp", "pipeline")), pipeline
-    )
+    graphdef, params = abstract_model(config.decoder, activation_constraint(mesh, ("fsdp", "pipeline")), pipeline)
     tokens = jax.ShapeDtypeStruct((rows, SHORT), np.int32)
 
     def loss(params: Any, tokens: Any) -> Any:
@@ -181,7 +171,7 @@ def test_with_repeats_a_stage_holds_every_sth_group_and_gives_it_back(stages: in
         f"num_pipeline_repeats={repeats}",
     )
     mesh = make_mesh(config, jax.devices()[:stages])
-    pipeline = make_pipeline(MeshConfig.of(config), RematConfig.of(config), mesh, ("fsdp",))
+    pipeline = make_pipeline(config.mesh, config.remat, mesh, ("fsdp",))
     assert pipeline is not None
     layers = np.arange(stages * repeats * 2)[:, None] * np.ones((1, 3), np.int32)
     by_stage = layers.reshape(repeats, stages, 2, 3).swapaxes(0, 1).reshape(-1, 3)

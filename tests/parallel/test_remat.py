@@ -10,7 +10,6 @@ import pytest
 from flax import nnx
 
 from maxbatch.config.loading import keys
-from maxbatch.config.sections import RematConfig
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.experts.routing import Slots
 from maxbatch.model.rope import rope_tables
@@ -31,7 +30,7 @@ def kept_values(policy: str, *overrides: str) -> int:
     def layer(parameters: nnx.State, x_MxLxD: jax.Array) -> jax.Array:
         return nnx.merge(graphdef, parameters)(x_MxLxD, Slots(segments_MxL), rope, False)[0]
 
-    _, backward = jax.vjp(checkpointed(layer, Remat.of(RematConfig.of(config)), in_loop=False), parameters, x_MxLxD)
+    _, backward = jax.vjp(checkpointed(layer, Remat.of(config.remat), in_loop=False), parameters, x_MxLxD)
     of_tokens = [array.shape for array in jax.tree.leaves(backward) if array.shape[:2] == x_MxLxD.shape[:2]]
     return sum(map(math.prod, of_tokens)) - x_MxLxD.size - segments_MxL.size
 

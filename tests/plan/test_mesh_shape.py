@@ -12,14 +12,13 @@ from hypothesis import strategies as st
 from maxbatch import ConfigError, load_config
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import AXES, MeshShape, RunMeshes
-from maxbatch.plan.plan_config import PlanConfig
 
 KEYS = [f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in AXES]
 
 
 def shape(num_devices: int, num_slices: int = 1, **sizes: int) -> MeshShape:
     return MeshShape.from_config(
-        PlanConfig.of(load_config(overrides=[f"{k}={v}" for k, v in sizes.items()])), num_devices, num_slices
+        load_config(overrides=[f"{k}={v}" for k, v in sizes.items()]).plan, num_devices, num_slices
     )
 
 
@@ -65,7 +64,7 @@ def test_sizes_multiply_to_the_devices_or_the_error_leads_to_sizes_that_do(
 
 def meshes(num_devices: int, num_slices: int = 1, *overrides: str, num_hosts: int = 1) -> RunMeshes:
     return RunMeshes.from_config(
-        PlanConfig.of(load_config(overrides=["batch_size=8", *overrides])), num_devices, num_slices, num_hosts
+        load_config(overrides=["batch_size=8", *overrides]).plan, num_devices, num_slices, num_hosts
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from maxbatch import ConfigError, RampupBatchManager, load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 
 RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=4"]
 

@@ -9,7 +9,6 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.survival import Machine, smaller_machines, survival_row
 
 
@@ -18,7 +17,7 @@ def test_a_row_is_the_plan_of_a_run_on_that_machine() -> None:
         overrides=["global_batch_size=1024", "per_device_batch_size=3", "batch_padding=true", "dcn_data_parallelism=-1"]
     )
     for machine in smaller_machines(Machine(256, 64, 4), 3):
-        row = survival_row(PlanConfig.of(config), machine, None)
+        row = survival_row(config.plan, machine, None)
         plan = BatchPlan.from_config(config, *machine[:2], num_slices=machine.num_slices)
         assert row[:3] == (machine.num_slices, machine.num_hosts, machine.num_devices)
         assert (row.gradient_accumulation_steps, row.padded_share, row.refusal) == (

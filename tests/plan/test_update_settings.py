@@ -8,7 +8,6 @@ import pytest
 
 from maxbatch import BatchPlan, ConfigError, RampupBatchManager, load_config
 from maxbatch.cli import main
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.update_settings import UpdatePlan, UpdateSettings
 
 RAMP = ("batch_size_schedule=0:64 10000:128", "max_target_length=256", "train_samples=20000", "learning_rate=0.001")
@@ -16,7 +15,7 @@ IN_TOKENS = ("adam_b1_half_life=100Kt", "adam_b2_half_life=2Mt", "weight_decay_t
 
 
 def planned(*overrides: str) -> UpdatePlan:
-    config = PlanConfig.of(load_config(overrides=list(overrides)))
+    config = load_config(overrides=list(overrides)).plan
     return UpdatePlan.from_config(config, RampupBatchManager.from_config(config))
 
 

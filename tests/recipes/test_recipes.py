@@ -10,12 +10,10 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.config.loading import keys
-from maxbatch.config.recipes import Recipe, choices, slots_per_sample
+from maxbatch.config.recipes import choices, slots_per_sample
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.record.recorder import RecordConfig
 from maxbatch.training.update.recipe import TrainedRecipe
 
 FILES = Path(__file__).parents[2] / "maxbatch" / "recipes"
@@ -30,9 +28,9 @@ def test_each_kind_is_a_file_and_all_but_text_have_a_key() -> None:
 @pytest.mark.parametrize("kind", STATED)
 def test_every_room_knows_the_kind_that_the_config_chooses(kind: str) -> None:
     config = load_config(overrides=STATED[kind])
-    recipe = Recipe.of(config)
+    recipe = config.recipe
     assert recipe.name == kind and recipe.key == (STATED[kind] or ("",))[0].partition("=")[0]
-    assert recipe == TrainedRecipe.of(config) == PlanConfig.of(config).recipe == RecordConfig.of(config).recipe
+    assert recipe == TrainedRecipe.of(config.recipe) == config.plan.recipe == config.record.recipe
     assert slots_per_sample(config) == config.max_target_length * (2 if kind == "pair" else 1)
 
 
@@ -69,7 +67,7 @@ def test_a_rule_between_keys_is_the_kinds_own() -> None:
 def test_the_kind_of_a_plan_brings_neither_numpy_nor_jax() -> None:
     program = (
         "import sys; from maxbatch.config.loading import load_config; from maxbatch.config.recipes import Recipe\n"
-        "assert Recipe.of(load_config()).unit == 'sample'; print({'numpy', 'jax'} & set(sys.modules))"
+        "assert load_config().recipe.unit == 'sample'; print({'numpy', 'jax'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"

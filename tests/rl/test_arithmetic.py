@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from maxbatch import load_config
+from maxbatch.config.config import Config
 from maxbatch.config.loading import configs_dir
-from maxbatch.config.sections import Config
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl import arithmetic
-from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.prompts import PromptSource
 from maxbatch.rl.warm_start import pretraining, worked_examples
 
@@ -54,7 +53,7 @@ def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() 
     unseen = {prompt.text for prompt in held_out.read(0, held_out.num_prompts)}
     slips: Counter[int] = Counter()
     prompts = set()
-    for text in worked_examples(PromptConfig.of(config()), 20_000):
+    for text in worked_examples(config().prompting, 20_000):
         question, answer = text.split("=")
         prompts.add(f"{question}=")
         slips[int(answer) - sum(map(int, question.split("+")))] += 1
@@ -66,7 +65,7 @@ def test_worked_examples_are_prompts_that_train_with_one_answer_in_five_right() 
 
 def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> None:
     def some(count: int, *overrides: str) -> list[str]:
-        return list(worked_examples(PromptConfig.of(config(*overrides)), count))
+        return list(worked_examples(config(*overrides).prompting, count))
 
     assert some(50) == some(100)[:50]
     assert some(50) != some(50, "data_shuffle_seed=1")
@@ -74,7 +73,7 @@ def test_worked_examples_are_the_same_for_one_seed_and_others_for_another() -> N
 
 
 def test_worked_examples_are_written_as_the_template_says() -> None:
-    text = next(worked_examples(PromptConfig.of(config("prompt_template=Sum: {prompt}\n")), 1))
+    text = next(worked_examples(config("prompt_template=Sum: {prompt}\n").prompting, 1))
     assert re.fullmatch(r"Sum: [0-9+]+=\n\d+", text)
 
 

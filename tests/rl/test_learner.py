@@ -9,15 +9,12 @@ import pytest
 from maxbatch import load_config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.rl import learner, rollout
-from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt
 from maxbatch.training.compile import compiler
 from maxbatch.training.update.state import init_state
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.policies import KEYS, RL
 
 REFUSED = {"xla_tpu_of_no_compiler": "true"}  # by the compiler of this machine, as an older one refuses a newer flag
@@ -32,9 +29,9 @@ def test_rl_goes_on_without_a_flag_that_the_compiler_refuses(
         monkeypatch.setattr(module, "program_options", lambda *_: REFUSED)
     config = load_config(RL, [*KEYS, "reward=math", "micro_batch_size=-1"])
     mesh = make_mesh(config, jax.devices()[:1])
-    trains = learner.Learner(learner.LearnerConfig.of(config), mesh)
-    state = init_state(UpdateConfig.of(config), trains.abstract)
-    samples = rollout.Roller(RolloutConfig.of(config), ByteTokenizer(), mesh, num_pairs=2)
+    trains = learner.Learner(config.learner, mesh)
+    state = init_state(config.update, trains.abstract)
+    samples = rollout.Roller(config.rollout, ByteTokenizer(), mesh, num_pairs=2)
     prompt = Prompt(0, "x", np.array([ord("x")], np.int32), {})
     drawn = samples.read([prompt], 2, samples.start(samples.take(state.params), [prompt], 2, temperature=1.0))
     advantages = np.array([1, -1], np.float32)
@@ -42,7 +39,7 @@ def test_rl_goes_on_without_a_flag_that_the_compiler_refuses(
     for _ in range(2):
         trains.add(state, pairs)
     manager = RampupBatchManager.from_config(config)
-    _, metrics = trains.step(state, UpdatePlan.from_config(PlanConfig.of(config), manager).at(0))
+    _, metrics = trains.step(state, UpdatePlan.from_config(config.plan, manager).at(0))
     assert np.isfinite(metrics.loss)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("maxbatch: warning: ") and "--xla_tpu_of_no_compiler" in line

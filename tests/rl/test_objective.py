@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.sections import RLConfig
 from maxbatch.rl.objective import Pairs, group_advantages, pair_losses
 
 M, L = 6, 10
@@ -67,7 +66,7 @@ def test_loss_and_gradient_are_those_of_the_paper(algo: str, mode: str, beta: fl
     )  # fmt: skip
 
     def ours(new: jax.Array) -> jax.Array:
-        loss, weight, _ = pair_losses(new, pairs, RLConfig.of(config))
+        loss, weight, _ = pair_losses(new, pairs, config.rl)
         return loss / weight
 
     loss, gradient = jax.jit(jax.value_and_grad(ours))(jnp.asarray(new))
@@ -85,7 +84,7 @@ def test_an_advantage_is_the_distance_from_the_groups_mean_in_deviations() -> No
 
 def test_clipping_and_divergence_are_counted_per_token() -> None:
     new, pairs = some_pairs()
-    _, _, sums = pair_losses(jnp.asarray(new), pairs, RLConfig.of(load_config(overrides=["grpo_beta=0.1"])))
+    _, _, sums = pair_losses(jnp.asarray(new), pairs, load_config(overrides=["grpo_beta=0.1"]).rl)
     ratio = np.exp(new - pairs.old_logprobs_MxL)
     a = pairs.advantages_MxL
     clipped = ((a > 0) & (ratio > 1.2)) | ((a < 0) & (ratio < 0.8))

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.training.weights.checkpoints import Checkpoints

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import RLConfig
 from maxbatch.rl.reward_functions import ResponseToScore
 from maxbatch.rl.rewards import ResponseScores, Rewards, parse_rewards
 from tests.helpers.processes import alive, pids_of, wait_for
@@ -88,7 +87,7 @@ def functions(tmp_path: Path) -> Path:
 
 
 def rewards(reward: str, *overrides: str) -> Rewards:
-    return Rewards(RLConfig.of(load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides])))
+    return Rewards(load_config(overrides=[f"reward={reward}", "reward_on_failure=-1", *overrides]).rl)
 
 
 def questions(responses: list[str], log: Path | str = os.devnull, prompt: str = "p") -> list[ResponseToScore]:
@@ -284,7 +283,7 @@ COMMAND = """
     from maxbatch.config.sections import RLConfig
     from maxbatch.rl.rewards import Rewards
 
-    scorer = Rewards(RLConfig.of(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"])))
+    scorer = Rewards(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"]).rl)
     pids = [worker._process.pid for worker in scorer._pool._workers]
     pending = scorer.submit([ResponseToScore("p", "spins", {"log": sys.argv[1]})])
     print(*pids, flush=True)

@@ -12,7 +12,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from maxbatch import load_config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.rl.policy_config import RolloutConfig
 from maxbatch.rl.prompts import Prompt
 from maxbatch.rl.rollout import Roller
 from tests.helpers.huggingface_folders import write_folder
@@ -26,7 +25,7 @@ def test_a_response_ends_where_the_imported_model_states_it(tmp_path: Path) -> N
     model = [*TINY_MODEL, "logits_via_embedding=false", "max_prefill_predict_length=4"]
     config = load_config(overrides=[*model, f"load_parameters_path={folder}"])
     mesh = make_mesh(config, jax.devices()[:1])
-    roller = Roller(RolloutConfig.of(config), ByteTokenizer(), mesh, num_pairs=2)
+    roller = Roller(config.rollout, ByteTokenizer(), mesh, num_pairs=2)
     prompt = Prompt(0, "x", np.array([ord("x")], np.int32), {})
     says_b = roller.take(jax.device_put(trained_to_say(config, (ord("b"), 9.0)), NamedSharding(mesh, PartitionSpec())))
     drawn = roller.read([prompt], 2, roller.start(says_b, [prompt], 2, temperature=0.0))

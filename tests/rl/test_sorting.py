@@ -7,9 +7,7 @@ from collections import Counter
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.sections import RLConfig
 from maxbatch.rl import sorting
-from maxbatch.rl.policy_config import PromptConfig
 from maxbatch.rl.prompts import PromptSource
 from maxbatch.rl.refusals import check_policy
 from maxbatch.rl.reward_terms import parse_rewards
@@ -25,7 +23,7 @@ def test_the_ready_config_sorts_lists_that_its_warm_start_sorts_in_one_of_four()
     assert held_out is not None and (source.train().num_prompts, held_out.num_prompts) == (9000, 1000)
     unseen = {prompt.text for prompt in held_out.read(0, 1000)}
     right: Counter[bool] = Counter()
-    for text in worked_examples(PromptConfig.of(config), 5000):
+    for text in worked_examples(config.prompting, 5000):
         digits, answer = text.split(">")
         assert f"{digits}>" not in unseen
         assert sorting.digits_kept(digits, answer, {"answer": "".join(sorted(digits))}) == 1.0
@@ -59,4 +57,4 @@ def test_a_plan_refuses_the_prompts_and_rewards_of_a_ready_task_that_a_run_refus
 ) -> None:
     config = load_config("sort", overrides)
     with pytest.raises(ConfigError, match=message):
-        check_policy(RLConfig.of(config), PromptConfig.of(config), "")
+        check_policy(config.rl, config.prompting, "")

@@ -11,7 +11,6 @@ from flax import nnx
 
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
@@ -19,7 +18,6 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import LENGTH, one_layer_config
 
 ROWS = 256
@@ -29,10 +27,8 @@ ROWS = 256
 def exact_noise_scale() -> float:
     """tr(covariance of the examples' gradients) / |mean gradient|^2, over all rows there are."""
     config = one_layer_config()
-    graphdef, _ = abstract_model(DecoderConfig.of(config))
-    params = init_state(
-        UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), make_mesh(config, jax.devices()[:1]))
-    ).params
+    graphdef, _ = abstract_model(config.decoder)
+    params = init_state(config.update, abstract_state(config.update, make_mesh(config, jax.devices()[:1]))).params
     rows = open_stream(config).read(0, ROWS)
 
     def loss(params: nnx.State, tokens: jax.Array, segments: jax.Array, weights: jax.Array) -> jax.Array:
@@ -58,11 +54,8 @@ def exact_noise_scale() -> float:
 def test_it_is_that_of_per_example_gradients(overrides: tuple[str, ...], num_devices: int, shape: BatchShape) -> None:
     config = one_layer_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
-    step, state = (
-        make_train_step(UpdateConfig.of(config), mesh, abstract),
-        init_state(UpdateConfig.of(config), abstract),
-    )
+    abstract = abstract_state(config.update, mesh)
+    step, state = (make_train_step(config.update, mesh, abstract), init_state(config.update, abstract))
     placement, stream = Placement(batch_sharding(mesh), LENGTH), open_stream(config)
     measured = NoiseScale()
     rng = np.random.default_rng(0)

@@ -14,7 +14,6 @@ from maxbatch.commands.generate import print_answer
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.sampling.chat import Chat
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import TrainingError
@@ -36,7 +35,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 def chat(tokenizer: Tokenizer, *likely: tuple[int, float], context: int = 128, system: str = "") -> Chat:
     params = trained_to_say(CONFIG, *likely)
-    return Chat(params, tokenizer, DecoderConfig.of(CONFIG), GREEDY, context, system)
+    return Chat(params, tokenizer, CONFIG.decoder, GREEDY, context, system)
 
 
 def test_a_turn_ends_where_the_template_ends_it(tokenizer: Tokenizer) -> None:
@@ -72,8 +71,8 @@ def test_the_oldest_turns_make_room_and_the_message_of_the_system_stays(tokenize
 
 @pytest.mark.runs
 def test_the_pieces_of_a_response_are_the_response() -> None:
-    params = nnx.state(Decoder(DecoderConfig.of(CONFIG), rngs=nnx.Rngs(params=0)), nnx.Param)
-    sampler = Sampler(DecoderConfig.of(CONFIG), ByteTokenizer(), None, prompt_length=4, rescores=False)
+    params = nnx.state(Decoder(CONFIG.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
+    sampler = Sampler(CONFIG.decoder, ByteTokenizer(), None, prompt_length=4, rescores=False)
     lengths_1, draws_1x3 = np.array([3], np.int32), np.array([[5, 0, 1]], np.uint32)
     prompt_1xP = np.array([[97, 98, 99, 0]], np.int32)
     for most in (1, 9, 100):

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from maxbatch.data.store.tokenizers import ByteTokenizer
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.sampling.completions import Completer
 from maxbatch.sampling.sampler import Sampler, SamplingRules
@@ -26,7 +25,7 @@ def test_rows_in_one_pass_and_devices_change_no_completion_and_a_stop_cuts_it() 
 
     def completer(devices: int, most_rows: int | None) -> Completer:
         mesh = make_mesh(config, jax.devices()[:devices])
-        return Completer(params, TOKENIZER, DecoderConfig.of(config), mesh, LENGTH, most_rows)
+        return Completer(params, TOKENIZER, config.decoder, mesh, LENGTH, most_rows)
 
     complete = completer(4, 3)
     texts = complete(prompts, RULES, ())
@@ -37,7 +36,7 @@ def test_rows_in_one_pass_and_devices_change_no_completion_and_a_stop_cuts_it() 
     prompt_1xL = np.zeros((1, LENGTH), np.int32)
     kept = prompts[2][-(LENGTH - 20) :]  # room for the completion
     prompt_1xL[0, : len(kept)] = kept
-    sampler = Sampler(DecoderConfig.of(config), TOKENIZER, None, prompt_length=LENGTH)
+    sampler = Sampler(config.decoder, TOKENIZER, None, prompt_length=LENGTH)
     lengths_1, draw_ids_1x3 = np.array([len(kept)], np.int32), np.array([[2, 0, 0]], np.uint32)
     alone = jax.device_get(sampler(params, prompt_1xL, lengths_1, draw_ids_1x3, RULES))
     assert texts[2] == TOKENIZER.decode(alone.tokens_BxL[0, len(kept) : alone.lengths_B[0]])

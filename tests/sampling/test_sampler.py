@@ -14,15 +14,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.sampling import sampler
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules, keep_likeliest
 from maxbatch.training.update.state import abstract_state, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.collectives import collectives
 from tests.helpers.tiny import LENGTH, tiny_config
 
@@ -48,14 +46,14 @@ def prompts(rows: Sequence[int] = range(B), behind: int = 0) -> tuple[np.ndarray
 @cache
 def model(*overrides: str) -> tuple[Config, nnx.State]:
     config = tiny_config(*overrides)
-    return config, nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+    return config, nnx.state(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
 
 
 def respond(config: Config, params: nnx.State, *inputs: Any, **options: Any) -> Responses:
     named = {field.name: options.pop(field.name) for field in fields(SamplingRules) if field.name in options}
     rules = SamplingRules(**{"temperature": 1.0, **named})
     options = {"tokenizer": TOKENIZER, "mesh": None, "prompt_length": P} | options
-    return jax.device_get(Sampler(DecoderConfig.of(config), **options)(params, *(inputs or prompts()), rules))
+    return jax.device_get(Sampler(config.decoder, **options)(params, *(inputs or prompts()), rules))
 
 
 def tokens_that_count(responses: Responses) -> np.ndarray:
@@ -69,7 +67,7 @@ def training_logprobs(config: Config, params: nnx.State, responses: Responses) -
 
     @jax.jit
     def forward(params: nnx.State, tokens: jax.Array, segments: jax.Array) -> jax.Array:
-        decoder = nnx.merge(nnx.graphdef(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0))), params)
+        decoder = nnx.merge(nnx.graphdef(Decoder(config.decoder, rngs=nnx.Rngs(params=0))), params)
         x = decoder.hidden(tokens, segments).x_MxLxD
         w = decoder.output_projection().astype(x.dtype)
         logits = jnp.einsum("bld,dv->blv", x, w, preferred_element_type=jnp.float32)
@@ -135,7 +133,7 @@ def test_responses_are_the_same_on_any_mesh(mesh_name: str) -> None:
     num_devices, overrides = MESHES[mesh_name]
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
-    params = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params
+    params = init_state(config.update, abstract_state(config.update, mesh)).params
     responses = respond(config, params, tokenizer=Endless(), mesh=mesh)
     np.testing.assert_array_equal(responses.tokens_BxL, on_one_device().tokens_BxL)
     np.testing.assert_allclose(responses.logprobs_BxL, on_one_device().logprobs_BxL, atol=1e-5)
@@ -160,7 +158,7 @@ def test_ended_rows_of_groups_cost_few_steps_and_leave_the_other_responses_as_th
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     config = tiny_config("max_target_length=72", "base_num_decoder_layers=1")
-    params = nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=0)), nnx.Param)
+    params = nnx.state(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     tokens_4xP, lengths_4, _ = prompts(range(4))
     draw_ids_32x3 = np.stack([np.arange(32) // 8, np.zeros(32), np.arange(32) % 8], axis=1).astype(np.uint32)
     inputs = config, params, tokens_4xP, lengths_4, draw_ids_32x3
@@ -199,8 +197,8 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
     mesh = make_mesh(config, jax.devices()[:4])
     monkeypatch.setattr(sampler, "jit_responses", sampler.jit_responses.lower)
     inputs = np.zeros((8, P), np.int32), np.ones(8, np.int32), np.zeros((8, 3), np.uint32)
-    sampled = Sampler(DecoderConfig.of(config), TOKENIZER, mesh, prompt_length=P)
-    lowered: Any = sampled(abstract_state(UpdateConfig.of(config), mesh).params, *inputs, SamplingRules())
+    sampled = Sampler(config.decoder, TOKENIZER, mesh, prompt_length=P)
+    lowered: Any = sampled(abstract_state(config.update, mesh).params, *inputs, SamplingRules())
     found = collectives(lowered.compile().as_text(), dict(mesh.shape), trips=2)
     every_token = [c for c in found if c.times > 1]
     weights = [c for c in found if c.times == 1]
@@ -317,4 +315,4 @@ def test_prompts_of_another_width_are_refused() -> None:
     with pytest.raises(ValueError, match="8 slots, made for 9"):
         respond(config, params, prompt_length=9)
     with pytest.raises(ValueError, match="prompt_length=33 must be in"):
-        Sampler(DecoderConfig.of(config), TOKENIZER, None, prompt_length=LENGTH + 1)
+        Sampler(config.decoder, TOKENIZER, None, prompt_length=LENGTH + 1)

@@ -14,7 +14,6 @@ from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.collectives import Collective, bytes_over, collectives
 from tests.helpers.tiny import LENGTH, bytes_of, tiny_config
 
@@ -23,10 +22,10 @@ def sent(steps: int, micro_batch: int, *overrides: str) -> tuple[list[Collective
     """The collectives of an update in `steps` micro-batches, and the abstract state."""
     config = tiny_config("scan_layers=true", *overrides)
     mesh = make_mesh(config)
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
+    abstract = abstract_state(config.update, mesh)
     batch = Placement(batch_sharding(mesh), LENGTH).abstract_batch(BatchShape(micro_batch, steps))
     scalars = (np.int32(steps), UpdateSettings(np.float32(0)))
-    text = make_train_step(UpdateConfig.of(config), mesh, abstract).lower(abstract, batch, *scalars).compile().as_text()
+    text = make_train_step(config.update, mesh, abstract).lower(abstract, batch, *scalars).compile().as_text()
     return collectives(text, dict(mesh.shape), trips=steps), abstract
 
 

@@ -17,13 +17,11 @@ import pytest
 
 from maxbatch import ConfigError
 from maxbatch.cli import main
-from maxbatch.config.sections import ModelConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.position import CheckpointRecord, read_record
 from maxbatch.system.errors import DivergedError
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Position
 from maxbatch.training.weights.checksums import array_checksums, word_sum
@@ -41,7 +39,7 @@ class Trained:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = one_layer_config(f"run_dir={folder}", "steps=6", "checkpoint_period=2")
-        self.abstract = abstract_state(UpdateConfig.of(self.config), make_mesh(self.config, ONE))
+        self.abstract = abstract_state(self.config.update, make_mesh(self.config, ONE))
         if not folder.exists():
             train(self.config, ONE)
 
@@ -189,7 +187,7 @@ def test_an_older_checkpoint_is_read_with_one_warning_and_resumes(
     made_before_checksums(run)
     capfd.readouterr()
     shapes = run.abstract.params
-    read = open_parameters(open_source(run.folder), ModelConfig.of(run.config), shapes)
+    read = open_parameters(open_source(run.folder), run.config.model, shapes)
     for _ in range(2):
         assert same(read(shapes), trained.state().params)
     assert capfd.readouterr().err.count("was made before parameters had checksums") == 1
@@ -223,7 +221,7 @@ def test_checksums_do_not_depend_on_the_mesh(trained: Trained) -> None:
     found = array_checksums(state)
     for devices, tensor in ((8, 1), (4, 2), (2, 2)):
         mesh = make_mesh(one_layer_config(f"ici_tensor_parallelism={tensor}"), jax.devices()[:devices])
-        places = abstract_state(UpdateConfig.of(trained.config), mesh)
+        places = abstract_state(trained.config.update, mesh)
         moved = jax.tree.map(lambda x, place: jax.device_put(np.asarray(x), place.sharding), state, places)
         np.testing.assert_array_equal(array_checksums(moved), found)
 

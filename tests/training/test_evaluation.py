@@ -8,16 +8,13 @@ import optax
 import pytest
 from flax import nnx
 
-from maxbatch.config.sections import EvaluationConfig
 from maxbatch.data.feed.placement import Placement
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.training.compile.background import Background
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import tiny_config
 
 CONFIG = tiny_config("eval_fraction=0.05", "enable_data_shuffling=false")  # 25 rows
@@ -27,10 +24,8 @@ def plain_loss() -> float:
     """The mean over all held-out tokens, in one batch and with the logits in full."""
     stream = open_stream(CONFIG, split="eval")
     rows = stream.read(0, stream.samples_per_epoch)
-    graphdef, _ = abstract_model(DecoderConfig.of(CONFIG))
-    params = init_state(
-        UpdateConfig.of(CONFIG), abstract_state(UpdateConfig.of(CONFIG), make_mesh(CONFIG, jax.devices()[:1]))
-    ).params
+    graphdef, _ = abstract_model(CONFIG.decoder)
+    params = init_state(CONFIG.update, abstract_state(CONFIG.update, make_mesh(CONFIG, jax.devices()[:1]))).params
     decoder = nnx.merge(graphdef, params)
     logits = decoder.hidden(rows["tokens"], rows["segments"]).x_MxLxD @ decoder.output_projection()
     losses = optax.softmax_cross_entropy_with_integer_labels(logits[:, :-1], rows["tokens"][:, 1:])
@@ -42,19 +37,14 @@ def plain_loss() -> float:
 @pytest.mark.parametrize(("num_devices", "batch_size"), [(1, 25), (1, 4), (4, 8), (8, 24)])
 def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(num_devices: int, batch_size: int) -> None:
     mesh = make_mesh(CONFIG, jax.devices()[:num_devices])
-    abstract = abstract_state(UpdateConfig.of(CONFIG), mesh)
+    abstract = abstract_state(CONFIG.update, mesh)
     placement = Placement(batch_sharding(mesh), CONFIG.max_target_length)
     evaluator = Evaluator(
-        UpdateConfig.of(CONFIG),
-        EvaluationConfig.of(CONFIG),
-        placement,
-        open_stream(CONFIG, split="eval"),
-        25,
-        batch_size,
+        CONFIG.update, CONFIG.evaluation, placement, open_stream(CONFIG, split="eval"), 25, batch_size
     )
     with Background() as background:
         evaluator.compile(abstract.params, background)
-        result = evaluator(init_state(UpdateConfig.of(CONFIG), abstract).params)
+        result = evaluator(init_state(CONFIG.update, abstract).params)
     assert result.num_rows == 25
     np.testing.assert_allclose(result.loss, plain_loss(), rtol=1e-5)
 
@@ -62,24 +52,18 @@ def test_the_loss_does_not_depend_on_devices_or_on_the_eval_batch(num_devices: i
 def test_eval_steps_bounds_the_batches() -> None:
     config = tiny_config("eval_fraction=0.05", "eval_steps=2")
     mesh = make_mesh(config, jax.devices()[:1])
-    params = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params
+    params = init_state(config.update, abstract_state(config.update, mesh)).params
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     held_out = open_stream(config, split="eval")
-    assert (
-        Evaluator(UpdateConfig.of(config), EvaluationConfig.of(config), placement, held_out, 25, 4)(params).num_rows
-        == 8
-    )
+    assert Evaluator(config.update, config.evaluation, placement, held_out, 25, 4)(params).num_rows == 8
 
 
 def test_eval_samples_bounds_the_rows_on_every_batch() -> None:
     config = tiny_config("eval_fraction=0.05", "eval_samples=7")
     mesh = make_mesh(config, jax.devices()[:1])
-    params = init_state(UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), mesh)).params
+    params = init_state(config.update, abstract_state(config.update, mesh)).params
     placement = Placement(batch_sharding(mesh), config.max_target_length)
     held_out = open_stream(config, split="eval")
-    results = [
-        Evaluator(UpdateConfig.of(config), EvaluationConfig.of(config), placement, held_out, 25, size)(params)
-        for size in (2, 4)
-    ]
+    results = [Evaluator(config.update, config.evaluation, placement, held_out, 25, size)(params) for size in (2, 4)]
     assert [result.num_rows for result in results] == [7, 7]
     np.testing.assert_allclose(results[0].loss, results[1].loss, rtol=1e-5)

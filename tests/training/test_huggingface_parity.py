@@ -14,13 +14,11 @@ from flax import nnx
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
-from maxbatch.config.sections import MeshConfig, ModelConfig
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.export.model import export_model
 from maxbatch.huggingface.export.peft import export_adapters
 from maxbatch.model.cache import Cache
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums, token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.pretraining import train
@@ -162,7 +160,7 @@ def test_log_probabilities_on_a_mesh_are_those_of_transformers(family: Reference
     overrides = [f"max_target_length={LENGTH}", *one_by_one, *(f"ici_{axis}_parallelism=2" for axis in axes)]
     mesh = make_mesh(load_config(overrides=overrides), jax.devices()[:4])
     config, _, params = load_parameters(family.folder, overrides, mesh)
-    found = Scorer(DecoderConfig.of(config), MeshConfig.of(config), mesh, params)(list(TOKENS_2xL))
+    found = Scorer(config.decoder, config.mesh, mesh, params)(list(TOKENS_2xL))
     assert_close([row.logprobs for row in found], family.logprobs)
 
 
@@ -174,7 +172,7 @@ def test_gradients_are_those_of_torch(family: Reference) -> None:
     got = loss(params)
     shapes = abstract(params)
     folder = HuggingFaceFolder(folder_of_gradients(family.model, family.folder))
-    expected = folder.open(ModelConfig.of(config), shapes)(shapes)
+    expected = folder.open(config.model, shapes)(shapes)
     largest = max(float(jnp.linalg.norm(leaf)) for leaf in jax.tree.leaves(expected))
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(expected), strict=True):
         difference, size = float(jnp.linalg.norm(ours - theirs)), float(jnp.linalg.norm(theirs))

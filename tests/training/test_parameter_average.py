@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 from maxbatch.cli import main
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.training.pretraining import train
 from maxbatch.training.weights.parameters import open_source, restored
 from tests.helpers.corpus import write_jsonl
@@ -40,7 +39,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def leaves(folder: Path, step: int, averaged: bool = False) -> list[np.ndarray]:
     source = open_source(folder / "checkpoints" / str(step), averaged)
-    _, params = restored(source, DecoderConfig.of(source.config()))
+    _, params = restored(source, source.config().decoder)
     return [np.asarray(x, np.float64) for x in jax.tree.leaves(params)]
 
 

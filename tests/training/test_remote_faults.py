@@ -18,7 +18,6 @@ from maxbatch.system.patience import Patience
 from maxbatch.system.storage import as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import abstract_state, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from tests.helpers.command import maxbatch, start
 from tests.helpers.processes import wait_for
@@ -76,13 +75,9 @@ class Saving:
 
     def __init__(self, run_dir: str) -> None:
         config = tiny_config("base_num_decoder_layers=1")
-        self.state = init_state(
-            UpdateConfig.of(config), abstract_state(UpdateConfig.of(config), make_mesh(config, jax.devices()[:1]))
-        )
+        self.state = init_state(config.update, abstract_state(config.update, make_mesh(config, jax.devices()[:1])))
         self.run_dir = as_path(run_dir)
-        self.checkpoints = Checkpoints(
-            self.run_dir, 3, {"data": {}, "model": model_identity(UpdateConfig.of(config))}, print
-        )
+        self.checkpoints = Checkpoints(self.run_dir, 3, {"data": {}, "model": model_identity(config.update)}, print)
 
     def save(self, step: int) -> None:
         self.checkpoints.save(self.state, Position(step, 10 * step))

@@ -15,7 +15,6 @@ from flax import nnx
 
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.runs.position import committed_steps
 from maxbatch.training.pretraining import train
 from tests.helpers.chats import chat_config, chat_overrides, some_talks
@@ -99,7 +98,7 @@ def test_the_loss_of_an_update_is_the_mean_over_its_trained_tokens(folder: Path)
     config = chat_config(folder, None, *RUN)
     metrics = run(folder, "one", 1, "steps=1", "per_device_batch_size=2", UNSAVED)
     rows = open_stream(config).read(0, 8)
-    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(params=jax.random.key(config.init_weights_seed)))
+    decoder = Decoder(config.decoder, rngs=nnx.Rngs(params=jax.random.key(config.init_weights_seed)))
     hidden = jax.jit(lambda *arrays: decoder.hidden(*arrays).x_MxLxD)(rows["tokens"], rows["segments"])
     logits = np.asarray(hidden @ decoder.output_projection(), np.float64)[:, :-1]
     losses = np.log(np.exp(logits).sum(axis=-1))

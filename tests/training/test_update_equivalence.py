@@ -16,13 +16,11 @@ import pytest
 from flax import nnx
 
 from maxbatch.data.feed.placement import BatchShape, Placement
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.batch_page import Checks
 from tests.helpers.tiny import LENGTH, some_rows, tiny_config
 
@@ -83,13 +81,13 @@ def _program(overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
     """The mesh, the train step, the state's shardings and a new state, which lies on the host and can be used again."""
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:W])
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
+    abstract = abstract_state(config.update, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     return (
         mesh,
-        make_train_step(UpdateConfig.of(config), mesh, abstract),
+        make_train_step(config.update, mesh, abstract),
         shardings,
-        jax.device_get(init_state(UpdateConfig.of(config), abstract)),
+        jax.device_get(init_state(config.update, abstract)),
     )
 
 
@@ -128,7 +126,7 @@ def is_matrix() -> Vector:
 
 @partial(jax.jit, static_argnames="reduction")
 def _gradient(params: Any, rows: Rows, reduction: str) -> Any:
-    graphdef, _ = abstract_model(DecoderConfig.of(tiny_config(*MODEL)))
+    graphdef, _ = abstract_model(tiny_config(*MODEL).decoder)
 
     def loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graphdef, params)

@@ -5,10 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
-from maxbatch.config.recipes import Recipe
-from maxbatch.config.sections import Config
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
 from maxbatch.runs.metrics import read_metrics
@@ -47,7 +45,7 @@ class MeasuredRun:
         if not (path / "config.yml").is_file():
             raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
         config, records = load_config(str(path / "config.yml")), read_metrics(path)
-        if Recipe.of(config).is_sampled:
+        if config.recipe.is_sampled:
             raise ConfigError(
                 f"{path}: a run of maxbatch rl, whose batch is of prompts; only runs of maxbatch train are measured"
             )
@@ -67,7 +65,7 @@ class MeasuredRun:
     def total_samples(self) -> int | None:
         """Samples of the whole run; None if its length is stated in epochs."""
         state = {"step": self.records[-1][Metric.STEP], "samples_seen": self.samples_seen}
-        return RampupBatchManager.from_state(PlanConfig.of(self.config), state, self.num_devices).total_samples
+        return RampupBatchManager.from_state(self.config.plan, state, self.num_devices).total_samples
 
     @property
     def first_batch_size(self) -> int:
@@ -77,7 +75,7 @@ class MeasuredRun:
     @property
     def reference_batch_size(self) -> int:
         """The batch for which `learning_rate` is the peak."""
-        stages = stated_stages(PlanConfig.of(self.config), self.num_devices)
+        stages = stated_stages(self.config.plan, self.num_devices)
         last = int(stages[-1].batch) if len(stages) > 1 else self.first_batch_size
         return self.config.reference_batch_size or last
 

@@ -15,7 +15,6 @@ from maxbatch.commands.critical_batch.measured_run import Fork, MeasuredRun
 from maxbatch.config.values import plain_number
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.rate_shape import warm_up_end
 from maxbatch.plan.stages import stated_stages
 from maxbatch.system.errors import ConfigError
@@ -96,7 +95,7 @@ def make_plan(
       decays: whether the rate of a branch falls to 0 at its end; else it is constant.
     """
     own = run.config.learning_rate_scaling
-    if len(stated_stages(PlanConfig.of(run.config), run.num_devices)) > 1 and own != scaling:
+    if len(stated_stages(run.config.plan, run.num_devices)) > 1 and own != scaling:
         raise ConfigError(
             f"--scaling {scaling}: must be {own}, the learning_rate_scaling of {run.path}, whose batch changes: a "
             f"config states one rule for all of its rates; works: --scaling {own}"
@@ -213,7 +212,7 @@ def _spread(run: MeasuredRun) -> list[int]:
 
 def _held(run: MeasuredRun, forks: Sequence[Fork], stated: Sequence[Fraction] | None) -> tuple[Fraction, ...]:
     """Returns the factors whose batches are whole and divide over the devices; refuses stated ones that do not."""
-    config = PlanConfig.of(run.config)
+    config = run.config.plan
     unit = MicrobatchUnit.from_config(config, MeshShape.from_config(config, run.num_devices))
 
     def fault(factor: Fraction) -> str | None:

@@ -10,13 +10,13 @@ from fractions import Fraction
 from maxbatch.commands.fit.meshes import keys_to_state, mesh_keys
 from maxbatch.commands.fit.oracle import CompilerOracle
 from maxbatch.commands.fit.search import largest_fitting
-from maxbatch.config.sections import REMAT_TENSORS, Config, customised_tensors
+from maxbatch.config.config import Config
+from maxbatch.config.sections import REMAT_TENSORS, customised_tensors
 from maxbatch.config.values import Value, exact, plain_number
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.microbatches import MicrobatchUnit
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
@@ -50,7 +50,7 @@ class Sizes:
         """
         sizes = cls._of(config, plan)
         if not sizes.rows:
-            unit = MicrobatchUnit.from_config(PlanConfig.of(config), plan.mesh).rows
+            unit = MicrobatchUnit.from_config(config.plan, plan.mesh).rows
             raise ConfigError(
                 f"per_device_batch_size={config.per_device_batch_size}: the smallest micro-batch on "
                 f"{plan.num_devices:,} devices has {unit:,} rows (a stage of a ramp perhaps more), and fit tries at "
@@ -67,7 +67,7 @@ class Sizes:
             keys = ("per_device_batch_size_start", "per_device_batch_size_increment")
             start, step = (int(exact(config[key]) * n) for key in keys)
             return cls(n, range(start + step, most + 1, step), None, accumulation)
-        unit = MicrobatchUnit.from_config(PlanConfig.of(config), plan.mesh).rows
+        unit = MicrobatchUnit.from_config(config.plan, plan.mesh).rows
         multiples = range(unit, most + 1, unit)
         if config.gradient_accumulation_steps is not None:
             return cls(n, multiples, None, accumulation)

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from maxbatch.commands.arguments import config_arguments, count, local_path, note
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, smaller_targets
+from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config, keys, resolve
-from maxbatch.config.sections import Config
 from maxbatch.config.values import Value, shown_path
 from maxbatch.config.yaml_file import MOST_BYTES, compose
 from maxbatch.system.atomic_files import write_atomically

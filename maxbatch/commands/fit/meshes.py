@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
+from maxbatch.config.config import Config
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import moe_mlp_dim
-from maxbatch.config.sections import Config
 from maxbatch.config.values import Value
 from maxbatch.plan.mesh_shape import AXES, MeshShape, axis_key
 

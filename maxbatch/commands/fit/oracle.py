@@ -17,14 +17,14 @@ from typing import NamedTuple
 from maxbatch.commands.compiling import programs_of
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
+from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
 from maxbatch.config.pins import texts_fixing
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.sections import REMAT_TENSORS, Config, names_fixing
+from maxbatch.config.sections import REMAT_TENSORS, names_fixing
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.data.store.cache_folder import cache_folder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.remat import CONTEXT, INPUT, Remat
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
@@ -102,7 +102,7 @@ class CompilerOracle:
             verdict, executable = compile_for(lowered, self.target, options)
             modelled = Modelled()
             if executable is not None and has_clock(self.target):
-                model, peak = DecoderConfig.of(self.config), self.config.peak_tflops_per_device
+                model, peak = self.config.decoder, self.config.peak_tflops_per_device
                 timed = model_time(
                     executable.as_text() or "", self.target, model, slots_per_sample(self.config), peak, shape
                 )

@@ -43,9 +43,7 @@ from maxbatch.config.values import TEXTS, shown, shown_path
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.plan.mesh_shape import MOST_DEVICES
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.plan.stages import stated_batches
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
@@ -223,9 +221,9 @@ def written(translation: Translation, source: str) -> str:
     """Returns the config as YAML; raises ConfigError if its values exclude each other."""
     config = load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
     check_dataset(config)  # as plan does
-    stated_batches(PlanConfig.of(config))
+    stated_batches(config.plan)
     if not is_mixture_file(config.dataset_path):  # the file may be on another machine
-        read_mixture(StreamConfig.of(config))
+        read_mixture(config.stream)
     lines = [f"# from {shown(source)} by maxbatch import"]
     for name, key in keys().items():
         if name in translation.settings:

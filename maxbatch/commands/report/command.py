@@ -26,7 +26,6 @@ from maxbatch.commands.report.runs import (
 )
 from maxbatch.config.loading import keys, load_config
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page, details, heading, paragraph, table
 from maxbatch.pages.plots import Figure, loads_over_time
@@ -268,7 +267,7 @@ def plan_of(run: ReportedRun, is_open: bool) -> str:
     try:
         plan = BatchPlan.from_config(
             run.config, now.num_devices, now.num_hosts, num_slices=now.num_slices,
-            samples_per_epoch=samples_per_epoch_if_cached(StreamConfig.of(run.config)),
+            samples_per_epoch=samples_per_epoch_if_cached(run.config.stream),
         )  # fmt: skip
     except ConfigError as error:
         return details(run.name, *parts, paragraph(f"cannot be planned here: {error}"), is_open=is_open)

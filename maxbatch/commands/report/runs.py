@@ -10,9 +10,8 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
+from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
-from maxbatch.config.recipes import Recipe
-from maxbatch.config.sections import Config
 from maxbatch.pages.page import RunColumns
 from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
@@ -216,7 +215,7 @@ def without_noise_scale(run: ReportedRun) -> str | None:
     """Returns why a run has no gradient noise scale; None if it has one, or if such runs measure none."""
     measured = [record for record in run.records if M.GRADIENT_NOISE_SCALE in record]
     if not measured:
-        is_off = run.config is not None and not (Recipe.of(run.config).is_sampled or run.config.gradient_noise_scale)
+        is_off = run.config is not None and not (run.config.recipe.is_sampled or run.config.gradient_noise_scale)
         return "gradient_noise_scale=false does not measure it" if is_off else None
     if any(record[M.GRADIENT_NOISE_SCALE] is not None for record in measured):
         return None

@@ -19,7 +19,6 @@ from maxbatch.config.unknown import hint
 from maxbatch.config.values import Bounds, Scalar, Value, nearest_name, shown
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.plan.batch import check_batch_keys
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sweep_folder import SWEEP_METRICS
 from maxbatch.system.errors import ConfigError
@@ -87,7 +86,7 @@ class SweepFile:
             path.write_text(self.base, encoding="utf-8")
             try:
                 config = load_config(path, [f"{key}={text}" for key, text in overrides.items()])
-                check_batch_keys(PlanConfig.of(config))
+                check_batch_keys(config.plan)
             except ConfigError as error:
                 place = rf"(config file )?{re.escape(str(path))}(:\d+)?"
                 raise ConfigError(re.sub(place, f"{self.path}, base", str(error))) from None

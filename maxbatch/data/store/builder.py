@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from maxbatch.config.sections import DataConfig
+from maxbatch.config.combined import StoreConfig
 from maxbatch.data.store.blocks import BLOCKS
 from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
@@ -81,7 +81,7 @@ class Build:
 
     source: DocumentSource
     tokenizer: Tokenizer
-    config: DataConfig
+    config: StoreConfig
     workers: int = 1
     progress: Progress = lambda _: None
     shard_tokens: int | None = None
@@ -131,7 +131,7 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
             check()
             shards.keep(number, file, shard)
 
-        itemsize = np.dtype(TokenLayout.of(build.tokenizer, build.config).dtype).itemsize
+        itemsize = np.dtype(TokenLayout.from_config(build.config, build.tokenizer).dtype).itemsize
         finished = shards.found(itemsize)
         shards.begin()
         here = Path(temporary)
@@ -170,8 +170,8 @@ def _written(
     folder: Path, build: Build, finished: Iterable[Shard], keep: KeepShard | None,
     table: GrowingTable, hashes: GrowingHashes,
 ) -> Manifest:  # fmt: skip
-    source, layout = build.source, TokenLayout.of(build.tokenizer, build.config)
-    recipe = StoreRecipe.of(build.config)
+    source, layout = build.source, TokenLayout.from_config(build.config, build.tokenizer)
+    recipe = StoreRecipe.of(build.config.recipe)
     tokeniser = Tokeniser(source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer))
     total, tokens, jobs_done = _Total(skipped=len(source.missing_shards)), list[int](), 0
 

@@ -14,11 +14,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from maxbatch.config.sections import DataConfig
+from maxbatch.config.combined import StoreConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
-from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.source_files import LocalDisk, SourceFile
 
@@ -56,7 +55,7 @@ class DocumentSource:
     skip_bad_records: bool  # leave out records that cannot be read
 
     @classmethod
-    def from_config(cls, config: DataConfig, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
+    def from_config(cls, config: StoreConfig, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
         """Lists the files of `dataset_path` (or `eval_dataset_path`); reads none of them.
 
         A file below both paths is held out: it is not part of `dataset_path`. If `whole_records`, or if
@@ -80,7 +79,7 @@ class DocumentSource:
         text_field = config.text_field if has_fields else ""
         source = cls(
             dataset_type, key, value, files, missing,
-            text_field=None if whole_records or StoreRecipe.of(config).has_answers else text_field,
+            text_field=None if whole_records or config.recipe.has_answers else text_field,
             record_format=config.record_format if dataset_type == "arrayrecord" else "",
             skip_bad_records=config.skip_bad_records,
         )  # fmt: skip
@@ -163,7 +162,7 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
     return files
 
 
-def _without_held_out(config: DataConfig, files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
+def _without_held_out(config: StoreConfig, files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
     """Returns the files that `eval_dataset_path` does not name."""
     eval_files = _path_files(config.dataset_type, "eval_dataset_path", config.eval_dataset_path).files
     held_out = {os.path.realpath(file.path) for file in eval_files}

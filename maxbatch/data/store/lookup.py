@@ -13,7 +13,7 @@ import functools
 import sys
 from pathlib import Path
 
-from maxbatch.config.sections import DataConfig
+from maxbatch.config.combined import StoreConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
 from maxbatch.data.store.recipe import StoreRecipe
@@ -24,7 +24,7 @@ from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
 
 
-def find_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store | None:
+def find_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store | None:
     """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none."""
     if config.dataset_type == "tokens":
         return _prepared_store(config, tokenizer, key)
@@ -39,7 +39,7 @@ def find_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_pat
     return names and _cached(config, *names)
 
 
-def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store:
+def open_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store:
     """Returns the store of the dataset (not a mixture) that config[key] names; builds it unless the cache has it.
 
     Raises:
@@ -69,7 +69,7 @@ def open_store(config: DataConfig, tokenizer: Tokenizer, key: str = "dataset_pat
         return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
 
 
-def _cached(config: DataConfig, name: str, old: str | None) -> TokenStore | None:
+def _cached(config: StoreConfig, name: str, old: str | None) -> TokenStore | None:
     """Returns the store of a signature, or the one of before that was found to be of the same content."""
     folder = cache_folder(config.data_cache_dir)
     if (store := _cached_store(folder / name)) is not None:
@@ -102,7 +102,7 @@ def _warn_once(message: str) -> None:
     print(f"maxbatch: warning: {message}", file=sys.stderr, flush=True)
 
 
-def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> TokenStore:
+def _prepared_store(config: StoreConfig, tokenizer: Tokenizer, key: str) -> TokenStore:
     value = config[key]
     folder = as_path(value)
     where = f"{key}={shown(repr(value))}"
@@ -129,11 +129,11 @@ def _prepared_store(config: DataConfig, tokenizer: Tokenizer, key: str) -> Token
     return store
 
 
-def _check_prepared_settings(config: DataConfig, where: str, manifest: Manifest) -> None:
+def _check_prepared_settings(config: StoreConfig, where: str, manifest: Manifest) -> None:
     """Raises ConfigError for a store of documents or conversations that were made with other settings."""
     made = manifest.get("conversations")
     prepared: dict[str, object] = {recipe.key: recipe.has_made(made) for recipe in StoreRecipe.flagged()}
-    recipe = StoreRecipe.of(config)
+    recipe = StoreRecipe.of(config.recipe)
     if recipe.has_answers == (made is not None):
         prepared |= recipe.prepared_settings(manifest)
     for key, value in prepared.items():

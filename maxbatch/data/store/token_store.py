@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Required, TypedDict, TypeGuard, cast
 
 import numpy as np
 
-from maxbatch.config.sections import DataConfig
+from maxbatch.config.combined import StoreConfig
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
 from maxbatch.data.store.document_table import BlockTable, MappedTable, RangedTable, WholeTable
@@ -68,9 +68,9 @@ class TokenLayout:
     trained_bit: int | None = None  # the number of the bit that marks a trained token, if any does
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, config: DataConfig) -> TokenLayout:
+    def from_config(cls, config: StoreConfig, tokenizer: Tokenizer) -> TokenLayout:
         """Returns the layout for a tokenizer's ids; raises ConfigError if it lacks a special token that is set."""
-        if StoreRecipe.of(config).has_answers:
+        if config.recipe.has_answers:
             bit = 15 if tokenizer.vocab_size <= 1 << 15 else 31
             dtype = "uint16" if bit == 15 else "uint32"
             return cls(dtype=dtype, bos=(), eos=(), hashed_as=dtype, trained_bit=bit)
@@ -235,13 +235,13 @@ class TokenStore:
             raise damaged_file(self.folder, "it was replaced since it was opened")
 
 
-def signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig) -> str:
+def signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig) -> str:
     """Returns a hash of the files' content and of all settings that shape a store; reads files not hashed so far."""
     return _signature(source, tokenizer, config, _facts(source, _read_contents(source, config)))
 
 
 def signatures(
-    source: DocumentSource, tokenizer: Tokenizer, config: DataConfig, reads: bool = True
+    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, reads: bool = True
 ) -> tuple[str, str | None] | None:
     """Returns the signature, and the one that a store of before has whose files have not changed since.
 
@@ -258,7 +258,7 @@ def signatures(
     return _signature(source, tokenizer, config, _facts(source, contents)), old
 
 
-def _read_contents(source: DocumentSource, config: DataConfig) -> Contents:
+def _read_contents(source: DocumentSource, config: StoreConfig) -> Contents:
     try:
         return contents_of(source.files, config.data_cache_dir)
     except OSError as error:
@@ -273,7 +273,7 @@ def _facts(source: DocumentSource, contents: Contents) -> list[list[str]]:
     return [[hashed, file.name] if named else [hashed] for file, hashed in pairs]
 
 
-def _signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig, files: Sequence[object]) -> str:
+def _signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, files: Sequence[object]) -> str:
     settings = {
         "version": VERSION,
         "files": files,
@@ -281,7 +281,7 @@ def _signature(source: DocumentSource, tokenizer: Tokenizer, config: DataConfig,
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         "tokenizer": tokenizer.identity,
     }
-    settings |= StoreRecipe.of(config).store_settings(config, tokenizer)
+    settings |= StoreRecipe.of(config.recipe).store_settings(config, tokenizer)
     return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
 
 

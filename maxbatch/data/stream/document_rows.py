@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from functools import partial
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import STORES
 from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.recipe import Opened, Split, StreamRecipe
 from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Lay, RowPlan, StoredRows, WholeLayout
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 
 _WHOLE_DOCUMENTS = 1 << 18  # whose places are held in memory: 24 bytes each

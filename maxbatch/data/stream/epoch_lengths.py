@@ -8,11 +8,11 @@ from __future__ import annotations
 import contextlib
 from pathlib import Path
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.data.store.cache_folder import cache_file, keep, recall
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.rules import check_data_paths, check_vocabulary
 from maxbatch.config.values import shown
 from maxbatch.data.store.conversations import RecordError
@@ -16,7 +17,7 @@ from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.megatron import open_megatron
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, tokenizer_of
 from maxbatch.data.stream.mixture import read_mixture
-from maxbatch.data.stream.stream_config import StreamConfig
+from maxbatch.data.stream.recipe import StreamRecipe
 from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.system.errors import ConfigError
 
@@ -73,7 +74,7 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
         raise source.error(f"the first {len(texts)} records have no text" if texts else "holds no document")
     if tokenizer is None:
         return
-    encoder = config.recipe.encoder(config, tokenizer)
+    encoder = StreamRecipe.of(config.recipe).encoder(config, tokenizer)
     if encoder is None:
         tokenizer.encode_utf8_batch([text for text in texts if not isinstance(text, TokenIds)])
         return

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 import yaml
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file, is_staged
@@ -34,7 +35,6 @@ from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import SUFFIXES, Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
 from maxbatch.config.yaml_file import compose, compose_text, pairs
 from maxbatch.data.stream.mixture_order import MixtureStage
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 
 # Fields of a source that are also config keys.

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
@@ -15,7 +16,6 @@ from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import Indices, SampleOrigin
 from maxbatch.data.stream.stream import Stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 
 

@@ -13,11 +13,11 @@ from maxbatch.data.store.recipe import StoreRecipe
 if TYPE_CHECKING:
     import numpy as np
 
+    from maxbatch.config.combined import StreamConfig
     from maxbatch.data.store.heldout import Records
     from maxbatch.data.store.store import Store
     from maxbatch.data.store.tokenizers import Tokenizer
     from maxbatch.data.stream.rows import Extents, RowSource
-    from maxbatch.data.stream.stream_config import StreamConfig
 
 Identity = dict[str, str | int | bool]
 

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths, check_vocabulary
@@ -25,9 +26,8 @@ from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
-from maxbatch.data.stream.recipe import Identity, Split
+from maxbatch.data.stream.recipe import Identity, Split, StreamRecipe
 from maxbatch.data.stream.rows import RowSource
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.system.errors import ConfigError
@@ -65,7 +65,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     documents, rule = _split_documents(config, store, fraction, held_out)
     if held_out and rule == "none" and not own_path:
         return None
-    recipe = config.recipe
+    recipe = StreamRecipe.of(config.recipe)
     # Only the content counts, not how it was stored (dataset_type, paths, fields).
     identity: Identity = {
         "content": store.manifest["content"],
@@ -84,7 +84,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
 
 def _row_identity(config: StreamConfig, store: Store) -> Identity:
     """Returns the settings that fix the rows; a store of another program has the special tokens that it has."""
-    identity = config.recipe.row_identity(config)
+    identity = StreamRecipe.of(config.recipe).row_identity(config)
     adds_tokens = not isinstance(store, MegatronStore)
     return {key: value for key, value in identity.items() if adds_tokens or key not in names_fixing(Fixes.TOKENS)}
 
@@ -163,7 +163,7 @@ def _find_rows(config: StreamConfig) -> _FoundRows | None:
         return None
     documents, rule = _split_documents(config, store, fraction, held_out=False)
     key = _packing_key(config, store, rule, held_out=False)
-    recipe = config.recipe
+    recipe = StreamRecipe.of(config.recipe)
     num_rows = recipe.num_rows_if_cached(config, Split(store, documents, key, tokenizer))
     if num_rows is None:
         return None
@@ -202,7 +202,7 @@ def _split_documents(
     config: StreamConfig, store: Store, fraction: HeldOutFraction, held_out: bool
 ) -> tuple[Documents, str]:
     """Returns the records of a split, and its rule."""
-    recipe = config.recipe
+    recipe = StreamRecipe.of(config.recipe)
     total = store.manifest["documents"] // recipe.documents_per_record
     if fraction.fraction:
         fraction.refuse_empty(total, recipe.store_records)

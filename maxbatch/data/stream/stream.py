@@ -5,9 +5,10 @@ from __future__ import annotations
 import operator
 from collections import Counter
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
-from maxbatch.config.sections import Config
+from maxbatch.config.combined import StreamConfig
+from maxbatch.config.config import Config, as_config
 from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
@@ -17,9 +18,11 @@ from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import Rows
 from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, SampleOrigin, SampleRows
 from maxbatch.data.stream.sources import SourceRows, open_rows, order_identity, refuse_num_epochs
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
 
 # Part of every identity. Increment it when the same settings give other samples.
 _STREAM_VERSION = 1
@@ -118,20 +121,20 @@ class Stream:
 
 
 @overload
-def open_stream(config: Config | StreamConfig, split: Literal["train"] = "train") -> Stream: ...
+def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["train"] = "train") -> Stream: ...
 
 
 @overload
-def open_stream(config: Config | StreamConfig, split: Literal["eval"]) -> Stream | None: ...
+def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["eval"]) -> Stream | None: ...
 
 
-def open_stream(config: Config | StreamConfig, split: Literal["train", "eval"] = "train") -> Stream | None:
+def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["train", "eval"] = "train") -> Stream | None:
     """Opens the training or the held-out stream (None without held-out data); tokenises new data.
 
     Raises:
       ConfigError: unusable settings or data, with key, value and file.
     """
-    config = StreamConfig.of(config)
+    config = config if isinstance(config, StreamConfig) else as_config(config).stream
     held_out = {"train": False, "eval": True}[split]
     mixture = read_mixture(config)
     if held_out and config.eval_dataset_path:

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from maxbatch.config.config import Config
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
-from maxbatch.config.sections import Config, ModelConfig
+from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.arrays.exchange import read_shared
 from maxbatch.huggingface.arrays.tensors import NOT_PARAMETERS, TensorPlace, layouts_of, parameter_places, tensor_shapes

@@ -15,7 +15,7 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path
 from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places, tensor_shapes
-from maxbatch.huggingface.folder.config_export import TOKEN_IDS, ExportedConfig, config_json
+from maxbatch.huggingface.folder.config_export import TOKEN_IDS, config_json
 from maxbatch.huggingface.folder.config_json import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -25,7 +25,6 @@ from maxbatch.huggingface.folder.config_json import (
 )
 from maxbatch.huggingface.folder.hub import folder_of
 from maxbatch.huggingface.folder.safetensors import DTYPES, INDEX, stored_tensors, write_tensors
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import State
@@ -67,11 +66,11 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
         config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none
     if config.model.capacity_factor > 0:
         warn(f"capacity_factor={config.capacity_factor:g} is no part of the export: Hugging Face's models drop nothing")
-    abstract = placed(abstract_model(DecoderConfig.of(config))[1], _this_host())
+    abstract = placed(abstract_model(config.decoder)[1], _this_host())
     read = open_parameters(source, config.model, abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     imported_from = _source(config.load_parameters_path)
-    fields = config_json(ExportedConfig.of(config), written_as, imported_from or _token_ids(tokenizer_of(config)))
+    fields = config_json(config.decoder, written_as, imported_from or _token_ids(tokenizer_of(config)))
     places = parameter_places(config.decoder_block, abstract)
     generation = _generation(config.load_parameters_path, fields)
     with writing(output), writing_folder(target, last=CONFIG_FILE) as folder:

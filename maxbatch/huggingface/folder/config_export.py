@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.families import FAMILIES, Family, Json, is_local_layer
 from maxbatch.config.loading import keys
 from maxbatch.config.matrices import moe_mlp_dim
-from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.folder.config_json import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.system.errors import ConfigError
 
@@ -26,13 +26,7 @@ _ABSENT = (
 _UNREAD_BY_LATENTS = ("head_dim", "base_num_kv_heads")
 
 
-class ExportedConfig(ModelConfig):
-    """The model's keys, and the length of the rows that it was trained on."""
-
-    max_target_length: int
-
-
-def config_json(config: ExportedConfig, dtype: str, source: Json) -> Json:
+def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
     """Returns the `config.json` of a model.
 
     Args:
@@ -73,7 +67,7 @@ def config_json(config: ExportedConfig, dtype: str, source: Json) -> Json:
     return dict(sorted(written.items()))
 
 
-def _common(config: ExportedConfig) -> Json:
+def _common(config: DecoderConfig) -> Json:
     return {
         "hidden_size": config.base_emb_dim,
         "intermediate_size": config.base_mlp_dim,
@@ -86,7 +80,7 @@ def _common(config: ExportedConfig) -> Json:
     }
 
 
-def _experts(config: ExportedConfig, family: Family) -> Json:
+def _experts(config: DecoderConfig, family: Family) -> Json:
     stated: Json = {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
     width = moe_mlp_dim(config)
     stated["intermediate_size"] = config.base_mlp_dim
@@ -101,7 +95,7 @@ def _experts(config: ExportedConfig, family: Family) -> Json:
     return stated
 
 
-def _latents(config: ExportedConfig) -> Json:
+def _latents(config: DecoderConfig) -> Json:
     """Returns the fields of DeepSeek's form."""
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "routed_scaling_factor")
     groups = max(1, config.n_routing_groups)
@@ -121,14 +115,14 @@ def _latents(config: ExportedConfig) -> Json:
     }
 
 
-def _activation(config: ExportedConfig, family: Family) -> str:
+def _activation(config: DecoderConfig, family: Family) -> str:
     """Returns the family's own name of an activation, if it has one."""
     ours = config.mlp_activations.partition(",")[0]
     usual: str = family.defaults.get("hidden_act", "silu")
     return usual if ACTIVATIONS[usual] == ours else next(name for name in ACTIVATIONS if ACTIVATIONS[name] == ours)
 
 
-def _windows(config: ExportedConfig, family: Family) -> Json:
+def _windows(config: DecoderConfig, family: Family) -> Json:
     local = is_local_layer(config.attention_type, config.base_num_decoder_layers)
     types = ["sliding_attention" if is_local else "full_attention" for is_local in local]
     window = config.sliding_window_size if any(local) else None
@@ -152,7 +146,7 @@ def _pattern(types: list[str], family: Family) -> int:
     return types.index("full_attention") + 1 if "full_attention" in types else family.local_every
 
 
-def _rope(config: ExportedConfig, family: Family) -> Json:
+def _rope(config: DecoderConfig, family: Family) -> Json:
     stated: Json = {"rope_theta": _plain(config.rope_max_timescale), "rope_scaling": None}
     if "rope_local_base_freq" in family.defaults:
         base = config.local_rope_max_timescale
@@ -180,7 +174,7 @@ def _rope(config: ExportedConfig, family: Family) -> Json:
     return stated | {"rope_scaling": scaling}
 
 
-def _long_factors(config: ExportedConfig) -> Json:
+def _long_factors(config: DecoderConfig) -> Json:
     texts = {"short_factor": config.rope_short_factors, "long_factor": config.rope_long_factors}
     factors: Json = {name: [float(word) for word in text.split(",")] for name, text in texts.items()}
     return factors | ({"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {})
@@ -190,7 +184,7 @@ def _plain(number: float) -> Any:
     return int(number) if float(number).is_integer() else number
 
 
-def _check(config: ExportedConfig, name: str, written: Json) -> None:
+def _check(config: DecoderConfig, name: str, written: Json) -> None:
     """Raises ConfigError unless the written fields read back as the config's own keys."""
     rows = keys()
     read = {key: rows[key].read(text) for key, text in model_keys(written, name).items()}

@@ -6,8 +6,8 @@ import math
 import os
 from typing import Any
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
-from maxbatch.config.sections import Config
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.folder.fields import check_fields
 from maxbatch.huggingface.folder.hub import folder_of, hub_name, hub_problem
@@ -108,13 +108,13 @@ def most_positions(path: str | os.PathLike[str]) -> int:
     return found if type(found) is int and found > 0 else 0
 
 
-def context_length(config: Config) -> int:
-    """Returns the context length of a model: a training row's, or more if its folder states more.
+def context_length(config: DecoderConfig, path: str) -> int:
+    """Returns the context length of a model: a training row's, or more if the folder `path` states more.
 
     Raises:
       ConfigError: the folder's `config.json` cannot be read.
     """
-    stated = most_positions(config.load_parameters_path)
+    stated = most_positions(path)
     if config.trainable_position_size > 0:
         stated = min(stated, config.trainable_position_size)
     return int(max(config.max_target_length, stated))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.system.chips import mfu_peak
 from maxbatch.training.compile.clock import Operation, schedule_of

@@ -8,22 +8,15 @@ from functools import cached_property
 
 from jax.sharding import Mesh
 
-from maxbatch.config.sections import MeshConfig
+from maxbatch.config.combined import TextConfig
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.completions import Completer
-from maxbatch.sampling.text import TextConfig
 from maxbatch.training.harness.tasks import Tasks
 from maxbatch.training.scoring import Scorer
 
 _STDERR = "_stderr"
-
-
-class RunModelConfig(TextConfig):
-    """The keys of a text's first token, of the decoder, and the axes of its mesh."""
-
-    mesh: MeshConfig
 
 
 class RunModel:
@@ -40,7 +33,7 @@ class RunModel:
 
     def __init__(
         self,
-        config: RunModelConfig,
+        config: TextConfig,
         mesh: Mesh,
         tokenizer: Tokenizer,
         context: int,

@@ -14,10 +14,10 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.data.store.chat_prompts import chat_prompts
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.stream import Stream
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.trees import State
 from maxbatch.runs.answers import ANSWERS_FILE, Answer
 from maxbatch.runs.metrics import StepLog

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from maxbatch.config.keys import Section
+from maxbatch.config.combined import RecordConfig
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.sections import OptimizerConfig
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
@@ -86,15 +85,6 @@ class Output(Protocol):
         return
 
 
-class RecordConfig(Section):
-    """The config keys of a recorder."""
-
-    max_target_length: int
-    log_period: int
-    recipe: TrainedRecipe
-    optimizer: OptimizerConfig
-
-
 class Recorder:
     """A writer of update records, one update behind; `position` follows the recorded updates."""
 
@@ -111,7 +101,7 @@ class Recorder:
         self._slots_per_sample = manager.rows_per_sample * slots_per_sample(config)
         self._measures_noise = config.optimizer.gradient_noise_scale
         self._log_period = config.log_period
-        self._means = config.recipe.means
+        self._means = TrainedRecipe.of(config.recipe).means
         self._max_skips = config.optimizer.max_consecutive_skips
         self._meter, self._compiles, self._outputs = meter, compiles, outputs
         self._unrecorded: Dispatched | None = None

@@ -18,8 +18,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import ROUTED_BIAS, num_layers
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.experts.routing import RoutingSums, carried
 from maxbatch.parallel.trees import State
 
@@ -57,7 +57,7 @@ class Balance:
     bias_rate: float
 
     @classmethod
-    def of(cls, config: DecoderConfig) -> Balance | None:
+    def from_config(cls, config: DecoderConfig) -> Balance | None:
         """Returns the balance of a config; None without experts."""
         if config.num_experts == 1:
             return None

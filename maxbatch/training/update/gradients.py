@@ -19,6 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.matrices import LAYERS
 from maxbatch.data.feed.placement import TokenRows
 from maxbatch.model.decoder import Decoder
@@ -34,7 +35,6 @@ from maxbatch.training.update.balance import Balance, Scale
 from maxbatch.training.update.layer_gradients import SummingLayers
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 from maxbatch.training.update.state import ModelMaker
-from maxbatch.training.update.update_config import UpdateConfig
 
 PARTIAL_AXES = tuple(axis for axis in BATCH_AXES if axis != "data")  # axes that split the rows of a data shard
 _NEVER = 2**31 - 1  # micro-batches after which the accumulator would emit
@@ -130,7 +130,7 @@ class Accumulation:
         is_own = objective.make_model is not None
         self._sums_layers = config.scan_layers and not model.has_pipeline and not is_own and not adapters
         self.data_shards = mesh.shape["data"]
-        self.balance = balance = None if is_own else Balance.of(config)
+        self.balance = balance = None if is_own else Balance.from_config(config)
         trained_shape = adapters.abstract(model.abstract) if adapters else model.abstract
         self._partial_sharding = jax.tree.map(
             lambda s: NamedSharding(mesh, P("data", *s.spec)), parameter_shardings(trained_shape, mesh)

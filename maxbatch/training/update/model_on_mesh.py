@@ -8,9 +8,9 @@ from typing import Any
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.sections import MeshConfig
 from maxbatch.model.decoder import LayerRunner
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.parallel.trees import State

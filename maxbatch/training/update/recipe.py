@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from maxbatch.data.stream.recipe import StreamRecipe
 
 if TYPE_CHECKING:
+    from maxbatch.config.combined import ProgramsConfig
     from maxbatch.training.update.gradients import Objective
 
 
@@ -26,8 +26,8 @@ class TrainedRecipe(StreamRecipe):
     takes_parts: ClassVar[bool] = True
     answers_evals: ClassVar[bool] = False
 
-    def objective(self, config: Mapping[str, Any]) -> Objective:
-        """Returns the loss of a whole config."""
+    def objective(self, config: ProgramsConfig) -> Objective:
+        """Returns the loss."""
         from maxbatch.training.update.gradients import NEXT_TOKEN
 
         return NEXT_TOKEN

@@ -17,17 +17,16 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.combined import DecoderConfig, UpdateConfig
 from maxbatch.config.matrices import LAYERS
 from maxbatch.config.sections import AdapterConfig
 from maxbatch.model.decoder import Decoder, LayerRunner
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.balance import Balance, BalancedState, learned
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
-from maxbatch.training.update.update_config import UpdateConfig
 
 
 class ModelMaker(Protocol):
@@ -141,7 +140,7 @@ def abstract_state(
     params, frozen = (adapters.abstract(base), base) if adapters else (base, None)
     shardings = parameter_shardings(params, mesh)
     frozen_shardings = parameter_shardings(base, mesh) if adapters else None
-    balance = None if make_model else Balance.of(config)
+    balance = None if make_model else Balance.from_config(config)
     optimizer = make_optimizer(config.optimizer, AT_REST, balance is not None, own_optimizer)
     stepped, stepped_shardings = learned(params, balance), learned(shardings, balance)
     opt_state = jax.eval_shape(optimizer.init, stepped)
@@ -200,7 +199,7 @@ def init_state(
         else:
             model = make_model(rngs=nnx.Rngs(key))
         params = nnx.state(model, nnx.Param)
-        return _started(config, params, seed, None if make_model else Balance.of(config), own_optimizer)
+        return _started(config, params, seed, None if make_model else Balance.from_config(config), own_optimizer)
 
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
     made: TrainState = jax.jit(init, out_shardings=shardings)(jnp.uint32(config.init_weights_seed))
@@ -212,7 +211,7 @@ def init_opt_state(
 ) -> TrainState:
     """Returns a state of given parameters with a fresh optimizer."""
     shardings = jax.tree.map(lambda x: x.sharding, abstract)
-    balance = Balance.of(config) if isinstance(abstract.opt_state, BalancedState) else None
+    balance = Balance.from_config(config) if isinstance(abstract.opt_state, BalancedState) else None
     if abstract.frozen is None:
 
         def rest(params: State) -> tuple[optax.OptState, State | None]:

@@ -20,6 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.trees import State
@@ -28,7 +29,6 @@ from maxbatch.training.update.balance import Balance, BalancedState, RoutingMetr
 from maxbatch.training.update.gradients import NEXT_TOKEN, Accumulation, NoiseParts, Objective, Sums, Totals
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.training.update.state import TrainState
-from maxbatch.training.update.update_config import UpdateConfig
 
 
 class StepMetrics(NamedTuple):

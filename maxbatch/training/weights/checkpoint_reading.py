@@ -16,10 +16,11 @@ import jax
 import orbax.checkpoint as ocp
 from flax import nnx
 
+from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
-from maxbatch.config.sections import Config, ModelConfig, names_fixing
+from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.parallel.hosts import warn

@@ -20,6 +20,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions, MultiprocessingOptions
 
+from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import keys
 from maxbatch.config.sections import names_fixing
@@ -42,7 +43,6 @@ from maxbatch.system.patience import patience
 from maxbatch.system.storage import AnyPath, is_remote, move_tree, probe, remove_tree, subfolders
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.state import TrainState
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checksums import (
     CHECKSUMS,
     array_checksums,

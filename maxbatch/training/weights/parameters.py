@@ -14,12 +14,13 @@ import jax
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
-from maxbatch.config.sections import AdapterConfig, Config, ModelConfig
+from maxbatch.config.combined import DecoderConfig
+from maxbatch.config.config import Config
+from maxbatch.config.sections import AdapterConfig, ModelConfig
 from maxbatch.config.values import shown
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.huggingface.folder.hub import folder_of
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
@@ -154,7 +155,7 @@ def load_adapters(path: str | Path, averaged: bool = False) -> tuple[Config, Sta
     if adapting is None:
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")
     config = adapting.config
-    adapters, (_, base) = _adapters_of(config.adapters), abstract_model(DecoderConfig.of(config))
+    adapters, (_, base) = _adapters_of(config.adapters), abstract_model(config.decoder)
     abstract = placed(adapters.abstract(base), jax.devices()[0])
     return config, base, adapters, source.open(config.model, abstract)(abstract)
 

@@ -19,10 +19,9 @@ from maxbatch.commands.arguments import config_of
 from maxbatch.commands.compiling import Update
 from maxbatch.commands.fit.choices import Choice, Sizes, Wanted
 from maxbatch.commands.fit.search import Line, largest_fitting
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.plan.mesh_shape import AXES, MeshShape
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.training.compile.compiler import shortage_in
 from maxbatch.training.compile.memory import Parts, Verdict
 from maxbatch.training.compile.modelled import Modelled
@@ -318,7 +317,7 @@ def test_any_mesh_is_answered_with_keys_to_copy(
     axes = {axis: answer[f"ici_{axis}_parallelism"] for axis in AXES}
     copied = load_config(overrides=[*TINY_RUN, *keys, *answer["mesh"].split()])
     for config in (copied, load_config("fitted.yml")):
-        assert MeshShape.from_config(PlanConfig.of(config), devices).sizes == axes
+        assert MeshShape.from_config(config.plan, devices).sizes == axes
 
 
 @pytest.mark.runs

@@ -9,7 +9,6 @@ import pytest
 from maxbatch import load_config
 from maxbatch.commands.fit.meshes import mesh_text, proposals
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
-from maxbatch.plan.plan_config import PlanConfig
 
 LLAMA2_7B = "model_name=llama2-7b"
 
@@ -21,8 +20,8 @@ def meshes(*stated: str, devices: int = 64, slices: int = 1, fixed: Collection[s
     found = []
     for axes in proposals(config, names, devices, slices):
         one = load_config(overrides=[LLAMA2_7B, *stated, *(f"{key}={size}" for key, size in axes.items())])
-        shape = MeshShape.from_config(PlanConfig.of(one), devices, slices)
-        check_model_fits(PlanConfig.of(one), shape)
+        shape = MeshShape.from_config(one.plan, devices, slices)
+        check_model_fits(one.plan, shape)
         assert shape.num_devices == devices
         found.append(mesh_text(shape, config))
     assert len(found) == len(set(found))

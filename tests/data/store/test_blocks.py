@@ -13,7 +13,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.data.store import blocks, document_table, documents
 from maxbatch.data.store.blocks import BLOCK_BYTES, BlockHasher, block_hashes
 from maxbatch.data.store.token_store import TokenStore, load_folder

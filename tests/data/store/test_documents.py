@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import DataConfig
 from maxbatch.data.store.documents import STDLIB_HELD_OUT, DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
@@ -15,7 +14,7 @@ from maxbatch.data.store.formats import FOLDER_FILES
 
 def source(kind: str, path: Path | str, *overrides: str) -> DocumentSource:
     return DocumentSource.from_config(
-        DataConfig.of(load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides]))
+        load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides]).store
     )
 
 
@@ -160,7 +159,7 @@ def test_a_file_that_may_not_be_read_is_named(tmp_path: Path) -> None:
 
 
 def test_the_standard_library_is_modules_without_tests_bundles_and_empty_files() -> None:
-    files = DocumentSource.from_config(DataConfig.of(load_config())).files
+    files = DocumentSource.from_config(load_config().store).files
     names = [file.name for file in files]
     assert names == sorted(names) and len(names) > 300
     assert {"argparse.py", "json/encoder.py"} < set(names)
@@ -170,7 +169,7 @@ def test_the_standard_library_is_modules_without_tests_bundles_and_empty_files()
 
 
 def test_the_standard_librarys_held_out_files_are_all_there() -> None:
-    documents = DocumentSource.from_config(DataConfig.of(load_config()))
+    documents = DocumentSource.from_config(load_config().store)
     held_out = [document.utf8 for document in documents.documents() if document.held_out]
     root = Path(sysconfig.get_paths()["stdlib"])
     assert sorted(held_out) == sorted((root / name).read_bytes() for name in STDLIB_HELD_OUT)
@@ -186,4 +185,4 @@ def test_a_line_of_too_many_values_is_a_bad_record(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"text": "x", "more": [' + b"[]," * 6_000_000 + b"0]}\n")
     config = load_config(overrides=["dataset_type=jsonl", f"dataset_path={tmp_path}/a.jsonl"])
     with pytest.raises(ConfigError, match="line 1: holds more than 5,000,000 values"):
-        list(DocumentSource.from_config(DataConfig.of(config)).documents())
+        list(DocumentSource.from_config(config.store).documents())

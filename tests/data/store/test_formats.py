@@ -14,7 +14,6 @@ import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import formats
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl, parquet, tfrecord
@@ -30,7 +29,7 @@ TEXTS = ["one", "tw\u00f6\n", "", "four and more", "\U0001f422"]
 
 def source(kind: str, path: Path | str, *overrides: str) -> DocumentSource:
     return DocumentSource.from_config(
-        DataConfig.of(load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides]))
+        load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides]).store
     )
 
 

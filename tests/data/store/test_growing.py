@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import DataConfig
 from maxbatch.data.store import document_table, documents
 from maxbatch.data.store.blocks import block_hashes
 from maxbatch.data.store.builder import Build, build_store
@@ -29,7 +28,7 @@ from tests.helpers.corpus import same, some_texts, write_jsonl
 def built(folder: Path, texts: list[str]) -> TokenStore:
     path = write_jsonl(folder / f"{len(texts)}.jsonl", [{"text": text} for text in texts])
     keys = ["dataset_type=jsonl", f"dataset_path={path}", f"data_cache_dir={folder}/cache"]
-    config = DataConfig.of(load_config(overrides=keys))
+    config = load_config(overrides=keys).store
     return build_store(
         folder / f"store-{len(texts)}", Build(DocumentSource.from_config(config), ByteTokenizer(), config)
     )

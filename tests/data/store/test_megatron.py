@@ -16,7 +16,6 @@ from maxbatch.cli import main
 from maxbatch.data.store import megatron
 from maxbatch.data.store.megatron import MegatronStore, open_megatron
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.system.storage import as_path
 from tests.helpers.corpus import same
 from tests.helpers.megatron_stores import CODES, Documents, joined, some_documents, write_megatron
@@ -32,7 +31,7 @@ def settings(path: object, *overrides: str) -> list[str]:
 
 
 def store_of(path: object, *overrides: str) -> MegatronStore:
-    config = StreamConfig.of(load_config(overrides=settings(path, *overrides)))
+    config = load_config(overrides=settings(path, *overrides)).stream
     return open_megatron(config, "dataset_path")
 
 

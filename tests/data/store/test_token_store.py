@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import Config, DataConfig
+from maxbatch.config.config import Config
 from maxbatch.config.values import Value
 from maxbatch.data.store import builder
 from maxbatch.data.store.documents import DocumentSource
@@ -39,11 +39,11 @@ def config(tmp_path: Path) -> Config:
 
 
 def opened(config: Config) -> TokenStore:
-    return open_store(DataConfig.of(config), TOKENIZER)
+    return open_store(config.store, TOKENIZER)
 
 
 def found(config: Config) -> TokenStore | None:
-    return find_store(DataConfig.of(config), TOKENIZER)
+    return find_store(config.store, TOKENIZER)
 
 
 def changed(config: Config, **values: Value) -> Config:
@@ -140,7 +140,7 @@ def test_files_that_were_touched_or_copied_are_not_tokenised_again(
 def test_stores_of_before_are_hashed_once_and_not_built_again(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
     store, path = opened(config), Path(config.dataset_path)
     cache = store.folder.parent.parent
-    names = signatures(DocumentSource.from_config(DataConfig.of(config)), TOKENIZER, DataConfig.of(config))
+    names = signatures(DocumentSource.from_config(config.store), TOKENIZER, config.store)
     assert names is not None and names[1] is not None
     manifest = store.manifest | {"signature": names[1]}
     manifest["checksum"] = manifest_checksum(manifest)
@@ -320,7 +320,7 @@ def test_a_full_disk_is_named(config: Config, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_file_that_changes_while_it_is_read_is_refused(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = DocumentSource.from_config(DataConfig.of(config))
+    source = DocumentSource.from_config(config.store)
     monkeypatch.setattr(DocumentSource, "from_config", lambda *_: source)
     with open(config.dataset_path, "a") as file:
         file.write('{"text": "late"}\n')
@@ -393,7 +393,7 @@ def test_a_file_that_is_written_to_while_it_is_read_is_told_as_that(
 def test_one_process_is_enough_for_little_and_all_cores_are_for_much(
     config: Config, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source = DocumentSource.from_config(DataConfig.of(config))
+    source = DocumentSource.from_config(config.store)
     monkeypatch.setattr(builder, "num_cores", lambda: 5)
     assert builder.default_workers(source) == 1
     large = source.files[0]._replace(size=1 << 30)
@@ -408,13 +408,13 @@ def test_a_plan_of_any_format_loads_neither_formats_nor_tokenizers(tmp_path: Pat
         "vocab_size=512",
     ]  # fmt: skip
     config = load_config(overrides=overrides)
-    open_store(DataConfig.of(config), make_tokenizer(config.tokenizer_type, config.tokenizer_path))
+    open_store(config.store, make_tokenizer(config.tokenizer_type, config.tokenizer_path))
     script = (
         "import sys\n"
         "from maxbatch import load_config\n"
         "from maxbatch.data.stream.sources import samples_per_epoch_if_cached\n"
-        "from maxbatch.data.stream.stream_config import StreamConfig\n"
-        f"assert samples_per_epoch_if_cached(StreamConfig.of(load_config(overrides={overrides!r}))) == 1\n"
+        "from maxbatch.config.combined import StreamConfig\n"
+        f"assert samples_per_epoch_if_cached(load_config(overrides={overrides!r}).stream) == 1\n"
         "print(*sorted({'jax', 'grain', 'pyarrow', 'tokenizers', 'fsspec', 'array_record'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

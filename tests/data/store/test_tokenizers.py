@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.config import Config
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import Config, DataConfig
 from maxbatch.data.store.tokenizers import ByteTokenizer, Tokenizer, check_special_tokens, make_tokenizer
 
 
@@ -148,9 +148,9 @@ def test_a_special_token_that_does_not_exist_is_refused_with_the_setting_that_wo
     overrides = ["tokenizer_type=huggingface", f"tokenizer_path={path}", f"{others[key]}=false"]
     config = load_config(overrides=overrides)
     with pytest.raises(ConfigError, match=rf"{key}=true: .*; works: {key}=false"):
-        check_special_tokens(DataConfig.of(config), tokenizer_in(config))
+        check_special_tokens(config.store, tokenizer_in(config))
     works = load_config(overrides=[*overrides, f"{key}=false"])
-    check_special_tokens(DataConfig.of(works), tokenizer_in(works))
+    check_special_tokens(works.store, tokenizer_in(works))
 
 
 def test_the_vocabulary_reaches_to_the_largest_id(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.data.stream.sources import trained_tokens_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from maxbatch.data.stream.trained_tokens import trained_tokens_of_update
 from tests.helpers.chats import CHATML, chat_config, some_talks, talk, write_tokenizer
 from tests.helpers.corpus import write_jsonl
@@ -234,9 +233,9 @@ def test_text_without_records_is_refused(capsys: pytest.CaptureFixture[str]) -> 
 @pytest.mark.runs
 def test_the_plan_knows_the_trained_tokens_of_an_update_once_the_data_are_indexed(tmp_path: Path) -> None:
     config = chat_config(tmp_path, TALKS, "enable_data_shuffling=true")
-    assert trained_tokens_if_cached(StreamConfig.of(config)) is None
+    assert trained_tokens_if_cached(config.stream) is None
     stream = open_stream(config)
-    shares = trained_tokens_if_cached(StreamConfig.of(config))
+    shares = trained_tokens_if_cached(config.stream)
     n = stream.samples_per_epoch
     whole = trained_tokens_of_update(shares, n)
     assert whole == {"mean": pytest.approx(stream.stats()["trained_tokens"]), "std": pytest.approx(0)}

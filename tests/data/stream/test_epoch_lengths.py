@@ -11,14 +11,13 @@ import pytest
 
 from maxbatch.data.stream.epoch_lengths import remembered_length
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from tests.helpers.configs import config_of
 
 KEYS = ("dataset_type=text", "dataset_path=texts", "data_cache_dir=cache", "max_target_length=16")
 
 
 def remembered(*overrides: str) -> int | None:
-    return remembered_length(StreamConfig.of(config_of(*KEYS, *overrides)))
+    return remembered_length(config_of(*KEYS, *overrides).stream)
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,6 @@ from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.reader import Contiguous
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from tests.helpers.corpus import LENGTH, mixture_config, same, some_texts, write_jsonl
 
 SIZES = {"web": 120, "code": 45, "books": 9}
@@ -58,7 +57,7 @@ books: {path: books.jsonl, weight: 0.1}
 
 
 def parts(mixture: str, *overrides: str) -> list[tuple[str, Fraction, str]]:
-    sources = read_mixture(StreamConfig.of(mixture_config(mixture, *overrides)))
+    sources = read_mixture(mixture_config(mixture, *overrides).stream)
     assert sources is not None
     return [(source.name, source.weight, source.config.dataset_path) for source in sources]
 
@@ -78,7 +77,7 @@ def test_a_list_in_a_config_file_is_a_mixture(tmp_path: Path) -> None:
         "dataset_type: jsonl\ndataset_path:\n  - {path: web.jsonl, weight: 0.75}\n"
         "  - {path: code.jsonl, weight: 0.25}\n"
     )
-    sources = read_mixture(StreamConfig.of(load_config(tmp_path / "run.yml")))
+    sources = read_mixture(load_config(tmp_path / "run.yml").stream)
     assert sources and [(s.name, s.weight) for s in sources] == [
         ("web.jsonl", Fraction(3, 4)),
         ("code.jsonl", Fraction(1, 4)),
@@ -87,7 +86,7 @@ def test_a_list_in_a_config_file_is_a_mixture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["", "web.jsonl", "web.jsonl;code.jsonl", "*.json", "a,b.jsonl", "x,nan"])
 def test_paths_without_weights_are_no_mixture(path: str) -> None:
-    assert read_mixture(StreamConfig.of(mixture_config(path))) is None
+    assert read_mixture(mixture_config(path).stream) is None
 
 
 @pytest.mark.parametrize("name", ["mix.yml", "mix.yaml", "mix.json"])
@@ -101,7 +100,7 @@ def test_a_mixture_file_gives_names_and_its_paths_are_relative_to_it(tmp_path: P
         "python": {"weight": 1, "dataset_type": "python_stdlib"},
     }
     text = json.dumps(sources, indent="\t") if name.endswith("json") else json.dumps(sources)
-    mixture = read_mixture(StreamConfig.of(mixture_config(mixture_file(tmp_path / "below", text, name))))
+    mixture = read_mixture(mixture_config(mixture_file(tmp_path / "below", text, name)).stream)
     assert mixture is not None and [source.name for source in mixture] == list(sources)
     below = tmp_path / "below"
     assert [source.config.dataset_path for source in mixture] == [
@@ -129,7 +128,7 @@ REFUSED_LINES = {
 def test_a_line_that_is_no_mixture_is_refused(case: str) -> None:
     line, message = REFUSED_LINES[case]
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
-        read_mixture(StreamConfig.of(mixture_config(line)))
+        read_mixture(mixture_config(line).stream)
     assert str(raised.value).startswith("dataset_path=") and "\n" not in str(raised.value)
 
 
@@ -165,13 +164,13 @@ REFUSED_FILES = {
 def test_a_file_that_is_no_mixture_is_refused(tmp_path: Path, case: str) -> None:
     text, message = REFUSED_FILES[case]
     with pytest.raises(ConfigError, match=re.escape(message)) as raised:
-        read_mixture(StreamConfig.of(mixture_config(mixture_file(tmp_path, text))))
+        read_mixture(mixture_config(mixture_file(tmp_path, text)).stream)
     assert "mix.yml" in str(raised.value) and "\n" not in str(raised.value)
 
 
 def test_a_mixture_file_that_is_not_there_is_named() -> None:
     with pytest.raises(ConfigError, match=r"dataset_path='no/mix.yml': .* does not exist \(seen from"):
-        read_mixture(StreamConfig.of(mixture_config("no/mix.yml")))
+        read_mixture(mixture_config("no/mix.yml").stream)
 
 
 @pytest.mark.parametrize("path", ["fifo.yml", "zero.yml"])
@@ -179,7 +178,7 @@ def test_a_mixture_file_that_is_no_regular_file_is_one_line(path: str) -> None:
     os.mkfifo("fifo.yml")
     os.symlink("/dev/zero", "zero.yml")
     with pytest.raises(ConfigError, match=rf"dataset_path='{path}': .*must be a regular file"):
-        read_mixture(StreamConfig.of(mixture_config(path)))
+        read_mixture(mixture_config(path).stream)
 
 
 @pytest.mark.parametrize("odd", ["a\0b", "a\ud800b"])
@@ -187,14 +186,14 @@ def test_a_mixture_file_that_is_no_regular_file_is_one_line(path: str) -> None:
 def test_paths_that_no_file_system_can_hold_are_one_line(odd: str, pattern: str) -> None:
     Path("mix.yml").write_text(json.dumps({"a": {"path": odd, "weight": 1}}))
     with pytest.raises(ConfigError, match="must be UTF-8 text without NUL characters") as raised:
-        read_mixture(StreamConfig.of(mixture_config(pattern.format(odd))))
+        read_mixture(mixture_config(pattern.format(odd)).stream)
     assert str(raised.value).isprintable()
 
 
 def test_data_whose_name_is_that_of_a_mixture_file_are_read_by_a_glob(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "data.json", [{"text": "abc"}, {"text": "def"}])
     with pytest.raises(ConfigError, match=r"if it holds data: dataset_path='data.jso\[n\]'"):
-        read_mixture(StreamConfig.of(mixture_config("data.json")))
+        read_mixture(mixture_config("data.json").stream)
     assert opened("data.jso[n]").samples_per_epoch == 2
 
 
@@ -386,11 +385,9 @@ def test_held_out_paths_take_no_weights(value: str) -> None:
 def test_epochs_of_a_mixture_are_refused_and_what_is_named_instead_works() -> None:
     config = mixture_config(LINE, "num_epochs=1.5")
     with pytest.raises(ConfigError, match=r"num_epochs of a mixture.*works: train_samples=1000000"):
-        samples_per_epoch_if_cached(StreamConfig.of(config))
+        samples_per_epoch_if_cached(config.stream)
     stream = opened(LINE)
-    assert (
-        stream.samples_per_epoch is None and samples_per_epoch_if_cached(StreamConfig.of(mixture_config(LINE))) is None
-    )
+    assert stream.samples_per_epoch is None and samples_per_epoch_if_cached(mixture_config(LINE).stream) is None
     with pytest.raises(ConfigError, match=r"num_epochs=1\.5: num_epochs of a mixture") as raised:
         open_stream(config)
     works = str(raised.value).rpartition("works: ")[2]

@@ -16,7 +16,6 @@ from maxbatch.config.loading import dump_config
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.mixture_order import MixtureStage, StagedOrder, WeightedOrder
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from tests.helpers.corpus import LENGTH, mixture_config, same, some_texts, write_jsonl
 
 BIG = 10**15
@@ -152,14 +151,14 @@ def test_a_mixture_file_may_state_weights_by_position(tmp_path: Path) -> None:
 )
 def test_a_broken_mapping_is_refused_in_one_line(mixture: str, rule: str) -> None:
     with pytest.raises(ConfigError, match=rule) as caught:
-        read_mixture(StreamConfig.of(mixture_config(mixture)))
+        read_mixture(mixture_config(mixture).stream)
     assert "\n" not in str(caught.value)
 
 
 def test_a_mixture_in_one_line_has_a_bound_on_its_length_and_on_its_weights() -> None:
     long = "{0: {'" + "a" * 2_000_000 + ".jsonl': 1}}"
     wide = "{" + ", ".join(f"{i}: {i}.jsonl" for i in range(4000)) + "}"
-    config = StreamConfig.of(load_config(overrides=["dataset_type=jsonl"]))
+    config = load_config(overrides=["dataset_type=jsonl"]).stream
     for text, said in ((long, "is larger than 1 MB"), (wide, "weights of 4,000 sources at 4,000 positions")):
         with pytest.raises(ConfigError, match=said) as refused:
             read_mixture(config.replaced({"dataset_path": text}))

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from maxbatch import load_config
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.data.stream import packing
 from maxbatch.data.stream.packing import BestFitPlan, Packing, best_fit, find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import Extents

@@ -16,7 +16,6 @@ from maxbatch.data.stream import samples as samples_module
 from maxbatch.data.stream.reader import Contiguous, RowBlocks
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
-from maxbatch.data.stream.stream_config import StreamConfig
 from tests.helpers.corpus import LENGTH, jsonl_config, row_by_row, rows_of, same, some_texts, synthetic_config
 
 TEXTS = some_texts(150)
@@ -348,15 +347,13 @@ def test_the_length_of_an_epoch_is_known_once_cached(tmp_path: Path, override: s
     if "synthetic" in override:
         config = synthetic_config("eval_fraction=0.1")
     else:
-        assert samples_per_epoch_if_cached(StreamConfig.of(config)) is None
-    assert opened(config).samples_per_epoch == samples_per_epoch_if_cached(StreamConfig.of(config))
+        assert samples_per_epoch_if_cached(config.stream) is None
+    assert opened(config).samples_per_epoch == samples_per_epoch_if_cached(config.stream)
 
 
 def test_the_length_of_an_epoch_of_data_that_are_not_here_is_unknown() -> None:
     assert (
-        samples_per_epoch_if_cached(
-            StreamConfig.of(load_config(overrides=["dataset_type=text", "dataset_path=/not/here"]))
-        )
+        samples_per_epoch_if_cached(load_config(overrides=["dataset_type=text", "dataset_path=/not/here"]).stream)
         is None
     )
 
@@ -365,8 +362,8 @@ def test_planning_loads_neither_jax_nor_grain(tmp_path: Path) -> None:
     code = (
         "import sys; from maxbatch import load_config;"
         "from maxbatch.data.stream.sources import samples_per_epoch_if_cached;"
-        "from maxbatch.data.stream.stream_config import StreamConfig;"
-        "samples_per_epoch_if_cached(StreamConfig.of(load_config()));"
+        "from maxbatch.config.combined import StreamConfig;"
+        "samples_per_epoch_if_cached(load_config().stream);"
         "print(sorted({'jax', 'grain', 'flax', 'optax', 'orbax', 'rich'} & set(sys.modules)))"
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout

@@ -19,7 +19,6 @@ from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.arrays.tensors import parameter_places, tensor_shapes
 from maxbatch.huggingface.folder.config_export import config_json
 from maxbatch.huggingface.folder.safetensors import StoredTensor, stored_tensors, write_tensors
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
@@ -47,7 +46,7 @@ def random_folder(folder: Path, decoder_block: str) -> Path:
     config = load_config(
         overrides=[f"decoder_block={decoder_block}", "max_target_length=16", *SIZES, *KEYS[decoder_block]]
     )
-    shapes = tensor_shapes(parameter_places(decoder_block, abstract_model(DecoderConfig.of(config))[1]))
+    shapes = tensor_shapes(parameter_places(decoder_block, abstract_model(config.decoder)[1]))
     rng = np.random.default_rng(0)
     folder.mkdir()
     arrays = (rng.normal(size=shape).astype(np.float32) for shape in shapes.values())
@@ -74,7 +73,7 @@ def test_every_row_is_read_once_and_reaches_the_devices_that_hold_it(
     overrides += ["weight_dtype=bfloat16", "max_target_length=16"]
     mesh = make_mesh(load_config(overrides=overrides), jax.devices()[: int(np.prod(list(axes.values())))])
     config, _, expected = load_parameters(folder, overrides, mesh)
-    abstract = abstract_model(DecoderConfig.of(config))[1]
+    abstract = abstract_model(config.decoder)[1]
     stored, places = stored_tensors(folder), parameter_places(decoder_block, abstract)
     count: Counter[str] = Counter()
     names = {tensor.offset: name for name, tensor in stored.items()}
@@ -105,7 +104,7 @@ def test_every_row_is_read_once_and_reaches_the_devices_that_hold_it(
 def test_no_device_has_a_whole_tensor_while_they_exchange_it(axes: dict[str, int]) -> None:
     sizes = ["base_emb_dim=64", "base_mlp_dim=256", "base_num_decoder_layers=2"]
     config = load_config(overrides=[*sizes, *(f"ici_{axis}_parallelism={size}" for axis, size in axes.items())])
-    mesh, abstract = make_mesh(config), abstract_model(DecoderConfig.of(config))[1]
+    mesh, abstract = make_mesh(config), abstract_model(config.decoder)[1]
     place = parameter_places("llama2", abstract)["layers", "mlp", "gate"]
     sharding = parameter_shardings(abstract, mesh)["layers"]["mlp"]["gate"].get_value()
     exchange = exchange_of(place, sharding, 3)

@@ -15,13 +15,11 @@ from maxbatch.huggingface.export.model import export_model
 from maxbatch.huggingface.folder.config_export import config_json
 from maxbatch.huggingface.folder.config_json import model_keys, read_config_json
 from maxbatch.huggingface.folder.safetensors import stored_tensors, write_tensors
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.state import abstract_model, abstract_state
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from tests.helpers.huggingface_folders import assert_same_tensors
 from tests.helpers.parameters import load_parameters
@@ -42,7 +40,7 @@ def write_model(folder: Path, family: str) -> dict[str, np.ndarray]:
     keys += ["use_qk_norm=true"] if family != "mixtral" else []
     keys += ["base_moe_mlp_dim=24"] if family == "qwen3_moe" else []
     config = load_config(overrides=[*keys, "logits_via_embedding=false"])
-    places = parameter_places(family, abstract_model(DecoderConfig.of(config))[1])
+    places = parameter_places(family, abstract_model(config.decoder)[1])
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(places).items()}
     folder.mkdir()
@@ -69,7 +67,7 @@ def test_every_expert_becomes_its_part_of_a_parameter_and_comes_out_again(family
 
 def test_a_folder_of_deepseek_comes_out_as_it_went_in_with_a_bias_in_float32(tmp_path: Path) -> None:
     config = load_config(overrides=["model_name=tiny-deepseek", "logits_via_embedding=false"])
-    places = parameter_places("deepseek", abstract_model(DecoderConfig.of(config))[1])
+    places = parameter_places("deepseek", abstract_model(config.decoder)[1])
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(places).items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -125,7 +123,7 @@ def test_scores_that_deepseek_v3_lacks_are_refused_by_name() -> None:
 def test_a_run_without_a_bias_is_exported_with_one_of_zeros_and_loaded_as_one_that_has_it(tmp_path: Path) -> None:
     stated = ["routed_bias=false", "routed_bias_update_rate=0", "topk_routing_group=-1"]
     config = load_config(overrides=["model_name=tiny-deepseek", *stated])
-    keys, rng = UpdateConfig.of(config), np.random.default_rng(0)
+    keys, rng = config.update, np.random.default_rng(0)
     abstract = abstract_state(keys, make_mesh(config, jax.devices()[:1]))
     state = jax.tree.map(lambda x: jax.device_put(rng.integers(-99, 99, x.shape).astype(x.dtype), x.sharding), abstract)
     (tmp_path / "run").mkdir()
@@ -146,4 +144,4 @@ def test_a_run_without_a_bias_is_exported_with_one_of_zeros_and_loaded_as_one_th
 def test_a_bias_that_the_family_lacks_is_refused_by_name() -> None:
     config = load_config(overrides=["model_name=tiny-moe", "routed_bias=true"])
     with pytest.raises(ConfigError, match=r"no parameter like layers\.experts\.routed_bias"):
-        parameter_places("qwen3_moe", abstract_model(DecoderConfig.of(config))[1])
+        parameter_places("qwen3_moe", abstract_model(config.decoder)[1])

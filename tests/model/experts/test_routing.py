@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.config.sections import ModelConfig
 from maxbatch.model.experts.experts import Experts
 from maxbatch.model.experts.routing import Slots, choose, slot_hashes
 from maxbatch.parallel.sharding import unconstrained
@@ -20,7 +19,7 @@ SIZES = (f"base_emb_dim={WIDTH}", "base_moe_mlp_dim=24")
 
 
 def experts_of(*overrides: str) -> Experts:
-    config = ModelConfig.of(config_of(*BLOCK, *SIZES, *overrides))
+    config = config_of(*BLOCK, *SIZES, *overrides).model
     return Experts(config, rngs=nnx.Rngs(params=0), constrain=unconstrained)
 
 
@@ -75,9 +74,7 @@ def deepseek_routes(logits_E: np.ndarray, bias_E: np.ndarray, groups: int, best:
 
 @pytest.mark.parametrize(("groups", "best"), [(4, 2), (2, 1), (-1, -1)])
 def test_sigmoid_scores_choose_within_groups_by_the_bias_and_weigh_without_it(groups, best):
-    config = ModelConfig.of(
-        config_of("model_name=tiny-deepseek", f"n_routing_groups={groups}", f"topk_routing_group={best}")
-    )
+    config = config_of("model_name=tiny-deepseek", f"n_routing_groups={groups}", f"topk_routing_group={best}").model
     rng = np.random.default_rng(0)
     logits_1xLxE, bias_E = rng.normal(size=(1, 40, 8)).astype(np.float32), rng.normal(size=8).astype(np.float32)
     routes, shares_1xLxE = jax.jit(lambda logits, bias: choose(config, logits, bias))(logits_1xLxE, bias_E)

@@ -12,7 +12,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
-from maxbatch.config.sections import Config
+from maxbatch.config.config import Config
 from maxbatch.parallel import hosts
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile import flags

@@ -15,13 +15,11 @@ from jax.sharding import PartitionSpec as P
 from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.data.feed.placement import BatchShape
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import lay_out, make_mesh
-from maxbatch.plan.plan_config import PlanConfig
 from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.training.compile.memory import compile_for, known_parts
 from maxbatch.training.compile.target import device_facts, find_target
-from maxbatch.training.programs import Programs, ProgramsConfig, checked_mesh_shape
+from maxbatch.training.programs import Programs, checked_mesh_shape
 from maxbatch.training.update.gradients import NEXT_TOKEN
 
 pytestmark = [
@@ -83,7 +81,7 @@ def test_weights_over_fsdp_are_gathered_not_summed(topology: str) -> None:
     """Without its links that wrap around, a cube gathers by an all-reduce of zero-padded whole arrays."""
     devices = find_target(topology).devices
     config = load_config(overrides=["model_name=llama2-7b", *NARROW])
-    mesh = lay_out(checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), devices), devices)
+    mesh = lay_out(checked_mesh_shape(config.plan, config.decoder, devices), devices)
     sharded, whole = (NamedSharding(mesh, P(axis)) for axis in ("fsdp", None))
     weights = jax.ShapeDtypeStruct((4096, 4096), "bfloat16", sharding=sharded)
     text = jax.jit(lambda w: w * 2, out_shardings=whole).lower(weights).compile().as_text()
@@ -148,10 +146,7 @@ def test_accumulation_needs_hardly_more_memory_than_a_single_micro_batch() -> No
     config = load_config(overrides=["model_name=llama2-7b", *NARROW, *wide])
     target = find_target("v5e:2x2")
     programs = Programs(
-        ProgramsConfig.of(config),
-        target.devices,
-        checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), target.devices),
-        NEXT_TOKEN,
+        config.programs, target.devices, checked_mesh_shape(config.plan, config.decoder, target.devices), NEXT_TOKEN
     )
     needed = [
         verdict.needed_bytes or 0
@@ -168,10 +163,7 @@ def test_the_layers_backward_pass_keeps_no_whole_gradient_of_the_last_projection
         size = (f"vocab_size={vocab_size}", f"base_emb_dim={width}", "remat_policy=full", "per_device_batch_size=1")
         config = load_config(overrides=["model_name=llama2-7b", *NARROW, *size])
         programs = Programs(
-            ProgramsConfig.of(config),
-            target.devices,
-            checked_mesh_shape(PlanConfig.of(config), DecoderConfig.of(config), target.devices),
-            NEXT_TOKEN,
+            config.programs, target.devices, checked_mesh_shape(config.plan, config.decoder, target.devices), NEXT_TOKEN
         )
         return programs.step(BatchShape(8, 2)).compile().memory_analysis().temp_size_in_bytes
 

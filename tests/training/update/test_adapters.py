@@ -16,10 +16,8 @@ from flax import nnx
 
 from maxbatch import ConfigError
 from maxbatch.cli import main
-from maxbatch.config.sections import AdapterConfig
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.huggingface.folder.safetensors import stored_tensors
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.adapters import Adapters
@@ -99,7 +97,7 @@ def test_an_update_is_that_of_the_low_rank_sum(base: Path, tmp_path: Path) -> No
     config = lora(base, tmp_path / "run", "steps=1", "lora_targets=query", "lora_alpha=8", *sgd)
     train(config, jax.devices()[:1])
     _, graphdef, params = load_parameters(base)
-    first = Adapters.from_config(AdapterConfig.of(config)).init(params, config.init_weights_seed)["layers"]["attention"]
+    first = Adapters.from_config(config.adapters).init(params, config.init_weights_seed)["layers"]["attention"]
     a, b = (np.asarray(first[f"query_lora_{name}"]) for name in "ab")
     rows = open_stream(config).read(0, 8)
 
@@ -219,16 +217,16 @@ def test_a_model_without_adapters_has_none_to_export(base: Path, capsys: pytest.
 def test_a_target_that_is_no_matrix_is_named(base: Path) -> None:
     config = lora(base, Path("run"), "lora_targets=query,qerry")
     with pytest.raises(ConfigError, match=r"'qerry' names no matrix.*works: lora_targets=query"):
-        Adapters.from_config(AdapterConfig.of(config)).targets(abstract_model(DecoderConfig.of(config))[1])
+        Adapters.from_config(config.adapters).targets(abstract_model(config.decoder)[1])
 
 
 def test_experts_have_no_adapters() -> None:
     keys = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true")
-    model = abstract_model(DecoderConfig.of(tiny_config(*keys)))[1]
+    model = abstract_model(tiny_config(*keys).decoder)[1]
 
     def targets(names: str) -> set[str]:
         config = tiny_config("load_parameters_path=model", "lora_rank=2", f"lora_targets={names}")
-        adapters = Adapters.from_config(AdapterConfig.of(config))
+        adapters = Adapters.from_config(config.adapters)
         assert adapters is not None
         return {target.path[-1] for target in adapters.targets(model)}
 

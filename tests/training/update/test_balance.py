@@ -17,7 +17,6 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.balance import Balance
 from maxbatch.training.update.state import abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import some_rows, tiny_config
 
 ROWS = 16
@@ -34,7 +33,7 @@ class Stepper:
     def __init__(self, micro_batches: int, *overrides: str) -> None:
         config = tiny_config(*KEYS, *overrides)
         mesh = make_mesh(config, jax.devices()[:1])
-        keys = UpdateConfig.of(config)
+        keys = config.update
         abstract = abstract_state(keys, mesh)
         self.state = init_state(keys, abstract)
         self._step = make_train_step(keys, mesh, abstract)
@@ -120,8 +119,8 @@ def test_one_step_of_the_bias_follows_the_counts_of_the_whole_batch_and_a_skippe
 
 
 def test_the_sign_of_a_step_is_exact_where_the_mean_is_no_whole_number():
-    config = UpdateConfig.of(tiny_config(*KEYS))
-    balance = Balance.of(config)
+    config = tiny_config(*KEYS).update
+    balance = Balance.from_config(config)
     assert balance is not None
     params = nnx.State({"layers": {"experts": {"routed_bias": nnx.Param(jnp.zeros((2, 4)))}}})
     counts = jnp.asarray([[2, 2, 2, 3], [4, 4, 4, 4]], jnp.int32)  # means of 2.25 and 4

@@ -8,9 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.config.sections import RematConfig
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import unconstrained
@@ -31,13 +29,13 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
     config = tiny_config(
         "scan_layers=true", f"remat_policy={remat_policy}", *custom, "base_num_decoder_layers=3", "dtype=float32"
     )
-    params = nnx.state(Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0)), nnx.Param)
+    params = nnx.state(Decoder(config.decoder, rngs=nnx.Rngs(0)), nnx.Param)
     tokens_MxL = jnp.asarray(np.random.default_rng(0).integers(1, 200, (2, config.max_target_length)), jnp.int32)
     rows = (tokens_MxL, jnp.ones_like(tokens_MxL), jnp.ones(tokens_MxL.shape, jnp.float32))
 
     def loss(params: nnx.State, sums: nnx.State | None) -> jax.Array:
-        runner = None if sums is None else SummingLayers(sums, Remat.of(RematConfig.of(config)), unconstrained)
-        graphdef, _ = abstract_model(DecoderConfig.of(config), layer_runner=runner)
+        runner = None if sums is None else SummingLayers(sums, Remat.of(config.remat), unconstrained)
+        graphdef, _ = abstract_model(config.decoder, layer_runner=runner)
         return loss_sums(nnx.merge(graphdef, params), *rows)[0]
 
     layers = params["layers"]
@@ -54,10 +52,10 @@ def test_the_gradient_of_the_sums_is_the_sums_and_the_gradients(remat_policy: st
 
 def test_layers_that_would_run_twice_in_one_gradient_are_refused() -> None:
     config = tiny_config("scan_layers=true")
-    _, shapes = abstract_model(DecoderConfig.of(config))
+    _, shapes = abstract_model(config.decoder)
     sums = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), shapes["layers"])
-    runner = SummingLayers(sums, Remat.of(RematConfig.of(config)), unconstrained)
-    decoder = Decoder(DecoderConfig.of(config), rngs=nnx.Rngs(0), layer_runner=runner)
+    runner = SummingLayers(sums, Remat.of(config.remat), unconstrained)
+    decoder = Decoder(config.decoder, rngs=nnx.Rngs(0), layer_runner=runner)
     tokens_MxL = jnp.ones((1, config.max_target_length), jnp.int32)
     decoder.hidden(tokens_MxL, tokens_MxL)
     with pytest.raises(RuntimeError, match="must run once per gradient"):

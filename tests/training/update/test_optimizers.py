@@ -13,9 +13,9 @@ import pytest
 from flax import nnx
 
 from maxbatch import load_config
-from maxbatch.config.sections import Config, OptimizerConfig
+from maxbatch.config.combined import DecoderConfig
+from maxbatch.config.config import Config
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.optimizers import AT_REST, DIRECTIONS, make_optimizer
@@ -31,7 +31,7 @@ def optimizer_config(opt_type: str, *overrides: str) -> Config:
 
 
 def parameters_of(config: Config) -> nnx.State:
-    return _parameters_of(DecoderConfig.of(config))
+    return _parameters_of(config.decoder)
 
 
 @partial(jax.jit, static_argnums=0)
@@ -54,13 +54,13 @@ def has_experts(parameters: Any) -> bool:
 @partial(jax.jit, static_argnums=0)
 def updated(opt: Any, parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
     config = optimizer_config(*opt)
-    optimizer = make_optimizer(OptimizerConfig.of(config), UpdateSettings(learning_rate), has_experts(parameters))
+    optimizer = make_optimizer(config.optimizer, UpdateSettings(learning_rate), has_experts(parameters))
     updates, state = optimizer.update(gradient, state, parameters)
     return optax.apply_updates(parameters, updates), state
 
 
 def after_two_updates(opt: tuple[str, ...], parameters: Any, gradients: list[Any]) -> Any:
-    config = OptimizerConfig.of(optimizer_config(*opt))
+    config = optimizer_config(*opt).optimizer
     state = make_optimizer(config, AT_REST, has_experts(parameters)).init(parameters)
     for gradient in gradients:
         parameters, state = updated(opt, parameters, state, gradient, jnp.float32(0.01))
@@ -95,7 +95,7 @@ def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
             for a, b in zip(jax.tree.leaves(parameters), jax.tree.leaves(target), strict=True)
         )
 
-    state = make_optimizer(OptimizerConfig.of(optimizer_config(opt_type)), AT_REST).init(parameters)
+    state = make_optimizer(optimizer_config(opt_type).optimizer, AT_REST).init(parameters)
     start = float(loss(parameters))
     moved = parameters
     for _ in range(5):
@@ -124,7 +124,7 @@ def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None
 def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None:
     parameters = parameters_of(optimizer_config(opt_type, "adam_weight_decay=0"))
     gradient, opt = random_like(parameters, 1), (opt_type, "adam_weight_decay=0")
-    start = make_optimizer(OptimizerConfig.of(optimizer_config(*opt)), AT_REST).init(parameters)
+    start = make_optimizer(optimizer_config(*opt).optimizer, AT_REST).init(parameters)
     one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
     two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
     jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
@@ -139,7 +139,7 @@ def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None
 def test_state_takes_the_promised_bytes_per_parameter(opt_type: str, least: int, most: int) -> None:
     config = optimizer_config(opt_type)
     parameters = jax.eval_shape(lambda: parameters_of(config))
-    state = jax.eval_shape(make_optimizer(OptimizerConfig.of(config), AT_REST).init, parameters)
+    state = jax.eval_shape(make_optimizer(config.optimizer, AT_REST).init, parameters)
     size = sum(x.size for x in jax.tree.leaves(parameters))
     state_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))
     assert least * size <= state_bytes <= most * size + 64
@@ -184,7 +184,7 @@ def test_stacked_experts_are_updated_as_separate_matrices(opt_type: str) -> None
 
 def test_a_model_without_experts_has_no_state_for_them() -> None:
     """Its checkpoints are those of before there were any."""
-    config, value = OptimizerConfig.of(optimizer_config("adafactor")), np.ones((2, 3, 128, 128), np.float32)
+    config, value = optimizer_config("adafactor").optimizer, np.ones((2, 3, 128, 128), np.float32)
     for parameters in ({"layers": {"up": value[0]}}, {"layers": {"expert_up": value}}):  # a user's may have such a name
         state = jax.eval_shape(make_optimizer(config, AT_REST).init, parameters)
         assert set(state[0].inner_states) == {False, True}
@@ -200,7 +200,7 @@ def test_bfloat16_parameters_keep_their_dtype() -> None:
 
 
 def test_an_unknown_name_is_refused() -> None:
-    config = OptimizerConfig.of(optimizer_config("adamw")).replaced({"opt_type": "adam"})
+    config = optimizer_config("adamw").optimizer.replaced({"opt_type": "adam"})
     with pytest.raises(ConfigError, match=r"opt_type='adam'.*adamw"):
         make_optimizer(config, UpdateSettings(0.1))
 
@@ -213,8 +213,8 @@ def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
     gradient = random_like(parameters, 1)
     results = []
     for optimizer in (
-        make_optimizer(OptimizerConfig.of(scaled), UpdateSettings(0.1, np.float32(4))),
-        make_optimizer(OptimizerConfig.of(plain), UpdateSettings(0.1)),
+        make_optimizer(scaled.optimizer, UpdateSettings(0.1, np.float32(4))),
+        make_optimizer(plain.optimizer, UpdateSettings(0.1)),
     ):
         state = optimizer.init(parameters)
         for _ in range(3):
@@ -226,7 +226,7 @@ def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
 
 def updates_of(opt: tuple[str, ...], settings: list[UpdateSettings], gradients: list[Any]) -> list[Any]:
     """Returns the updates of the first parameters by gradients, each with its settings."""
-    config = OptimizerConfig.of(optimizer_config(*opt))
+    config = optimizer_config(*opt).optimizer
     parameters = parameters_of(optimizer_config(*opt))
     state, found = make_optimizer(config, AT_REST).init(parameters), []
     for own, gradient in zip(settings, gradients, strict=True):

@@ -11,7 +11,6 @@ from flax import nnx
 from maxbatch.config.sections import PreferenceConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.training.update.answers import Answers, score_answers
 from maxbatch.training.update.preferences import pair_losses
 from tests.helpers.tiny import LENGTH, tiny_config
@@ -89,7 +88,7 @@ def test_an_answer_counts_its_own_tokens_after_the_prompt_and_no_others() -> Non
     batch = Batch(rows["tokens"], rows["segments"], rows["weights"].astype(np.float32))  # the second pair is padding
 
     def both(batch: Batch) -> tuple[Answers, list[jax.Array]]:
-        decoder = Decoder(DecoderConfig.of(tiny_config("base_num_decoder_layers=1")), rngs=nnx.Rngs(0))
+        decoder = Decoder(tiny_config("base_num_decoder_layers=1").decoder, rngs=nnx.Rngs(0))
         alone = []
         for answer in (chosen, rejected):
             tokens_1xT = jnp.array([prompt + answer])

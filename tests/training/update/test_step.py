@@ -15,14 +15,12 @@ from flax import nnx
 
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.data.feed.placement import BatchShape, Placement
-from maxbatch.model.decoder_config import DecoderConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.hashing import limb_sums, row_hashes, to_hex
 from maxbatch.training.update.state import abstract_model, abstract_state, init_opt_state, init_state
 from maxbatch.training.update.step import StepMetrics, make_train_step
-from maxbatch.training.update.update_config import UpdateConfig
 from tests.helpers.tiny import LENGTH, bytes_of, some_rows, tiny_config
 
 ROWS = 16
@@ -33,8 +31,8 @@ COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|colle
 def _program(num_devices: int, overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
     config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
-    abstract = abstract_state(UpdateConfig.of(config), mesh)
-    return config, mesh, abstract, make_train_step(UpdateConfig.of(config), mesh, abstract)
+    abstract = abstract_state(config.update, mesh)
+    return config, mesh, abstract, make_train_step(config.update, mesh, abstract)
 
 
 OF_THE_PROGRAM = ("ici_", "num_pipeline_", "remat_policy=", "scan_layers=", *REMAT_TENSORS)
@@ -48,14 +46,14 @@ def _without(overrides: tuple[str, ...], names: tuple[str, ...]) -> tuple[str, .
 @cache
 def _parameters(overrides: tuple[str, ...]) -> Any:
     config, _, abstract, _ = _program(1, overrides)
-    return init_state(UpdateConfig.of(config), abstract).params
+    return init_state(config.update, abstract).params
 
 
 @cache
 def _initial(overrides: tuple[str, ...]) -> Any:
     config, _, abstract, _ = _program(1, overrides)
     params = _parameters(_without(overrides, OF_THE_OPTIMIZER))
-    return jax.device_get(init_opt_state(UpdateConfig.of(config), abstract, params))
+    return jax.device_get(init_opt_state(config.update, abstract, params))
 
 
 def initial_state(overrides: tuple[str, ...], abstract: Any) -> Any:
@@ -129,7 +127,7 @@ def test_loss_and_gradient_are_the_token_weighted_mean_over_the_global_batch() -
     """Against plain JAX: one big batch, logits in full, the sum of losses over the sum of weights."""
     config, _, abstract, _ = _program(1, ())
     rows = some_rows(ROWS)
-    graphdef, _ = abstract_model(DecoderConfig.of(config))
+    graphdef, _ = abstract_model(config.decoder)
 
     def mean_loss(params: Any) -> jax.Array:
         decoder = nnx.merge(graphdef, params)
@@ -247,7 +245,7 @@ def test_a_batch_without_weight_changes_nothing() -> None:
 
 def test_every_parameter_and_moment_is_sharded_from_birth() -> None:
     config, _, abstract, _ = _program(8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2"))
-    state = init_state(UpdateConfig.of(config), abstract)
+    state = init_state(config.update, abstract)
     for leaf, planned in zip(jax.tree.leaves(state), jax.tree.leaves(abstract), strict=True):
         assert leaf.sharding.is_equivalent_to(planned.sharding, leaf.ndim)
         if leaf.ndim > 2 or leaf.shape[0:1] == (config.vocab_size,):  # matrices
@@ -257,10 +255,7 @@ def test_every_parameter_and_moment_is_sharded_from_birth() -> None:
 def test_initial_values_do_not_depend_on_the_mesh() -> None:
     config, _, abstract, _ = _program(1, ())
     split_config, _, split_abstract, _ = _program(8, ("ici_data_parallelism=2", "ici_tensor_parallelism=2"))
-    one, other = (
-        init_state(UpdateConfig.of(config), abstract),
-        init_state(UpdateConfig.of(split_config), split_abstract),
-    )
+    one, other = (init_state(config.update, abstract), init_state(split_config.update, split_abstract))
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -291,7 +286,7 @@ def test_strict_types() -> None:
     with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
         config, mesh, abstract, _ = _program(1, ())
         batch = Placement(batch_sharding(mesh), LENGTH).stage(some_rows(ROWS), ROWS, BatchShape(4, 4))
-        make_train_step(UpdateConfig.of(config), mesh, abstract).lower(
+        make_train_step(config.update, mesh, abstract).lower(
             abstract, batch, jnp.int32(4), UpdateSettings(np.float32(0))
         )
 

@@ -22,12 +22,10 @@ from flax import nnx
 from orbax.checkpoint._src.multihost import multihost
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config.sections import ModelConfig
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.system.errors import TrainingError
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
-from maxbatch.training.update.update_config import UpdateConfig
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.weights.parameters import open_parameters, open_source
 from tests.helpers.damage import flip_a_parameter
@@ -42,8 +40,8 @@ class Saved:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.config = tiny_config()
-        self.abstract = abstract_state(UpdateConfig.of(self.config), make_mesh(self.config, jax.devices()[:1]))
-        self.state = init_state(UpdateConfig.of(self.config), self.abstract)
+        self.abstract = abstract_state(self.config.update, make_mesh(self.config, jax.devices()[:1]))
+        self.state = init_state(self.config.update, self.abstract)
         self.warnings: list[str] = []
         with self.open() as checkpoints:
             for step in (1, 2, 3):
@@ -51,7 +49,7 @@ class Saved:
 
     @contextmanager
     def open(self, data: dict[str, Any] = DATA, *overrides: str) -> Iterator[Checkpoints]:
-        identity = {"data": data, "model": model_identity(UpdateConfig.of(tiny_config(*overrides)))}
+        identity = {"data": data, "model": model_identity(tiny_config(*overrides).update)}
         checkpoints = Checkpoints(self.folder, 3, identity, self.warnings.append)
         yield checkpoints
         checkpoints.close()
@@ -85,7 +83,7 @@ def assert_equal(a: TrainState, b: TrainState) -> None:
 @pytest.mark.runs
 def test_restores_the_newest_onto_another_mesh(saved: Saved) -> None:
     mesh = make_mesh(tiny_config("ici_tensor_parallelism=2", "ici_data_parallelism=2"))
-    abstract = abstract_state(UpdateConfig.of(saved.config), mesh)
+    abstract = abstract_state(saved.config.update, mesh)
     with saved.open() as checkpoints:
         assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         restored = checkpoints.restore(abstract)
@@ -198,7 +196,7 @@ def test_what_the_system_does_not_let_be_read_is_not_called_damaged(
 
 def test_an_optimizer_with_other_arrays_is_refused_and_moves_nothing(saved: Saved) -> None:
     other = tiny_config("opt_type=adafactor", "adam_b1=0")
-    abstract = abstract_state(UpdateConfig.of(other), make_mesh(other, jax.devices()[:1]))
+    abstract = abstract_state(other.update, make_mesh(other, jax.devices()[:1]))
     with saved.open() as checkpoints, pytest.raises(ConfigError, match="no checkpoint has the arrays of this"):
         checkpoints.restore(abstract)
     assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
@@ -206,7 +204,7 @@ def test_an_optimizer_with_other_arrays_is_refused_and_moves_nothing(saved: Save
 
 def read_parameters(saved: Saved, shapes: nnx.State | None = None) -> nnx.State:
     shapes = saved.abstract.params if shapes is None else shapes
-    return open_parameters(open_source(saved.folder), ModelConfig.of(saved.config), shapes)(shapes)
+    return open_parameters(open_source(saved.folder), saved.config.model, shapes)(shapes)
 
 
 @pytest.mark.parametrize("name", ["q[1]", "lr=[0.1]", "a]b", "back\\slash", "*", "q?", "gs:", "{0} %20 #1 ~ 'ä'"])
@@ -335,7 +333,7 @@ def test_parameters_alone_start_another_run(saved: Saved) -> None:
         np.testing.assert_array_equal(x, y)
     with pytest.raises(ConfigError, match="no checkpoint here"):
         open_source(saved.folder / "checkpoints")
-    wider = abstract_state(UpdateConfig.of(tiny_config("base_emb_dim=64")), make_mesh(saved.config, jax.devices()[:1]))
+    wider = abstract_state(tiny_config("base_emb_dim=64").update, make_mesh(saved.config, jax.devices()[:1]))
     with pytest.raises(ConfigError, match="do not fit"):
         read_parameters(saved, wider.params)
 
