@@ -18,7 +18,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.reader import Contiguous, RowBlocks
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
@@ -53,7 +53,7 @@ def _documents(path: Path, count: int, seed: int) -> Path:
     return path
 
 
-def _only_row(block: Rows) -> Rows:
+def _only_row(block: RowArrays) -> RowArrays:
     return {name: array[0] for name, array in block.items()}
 
 

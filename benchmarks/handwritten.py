@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.handwritten_experts import experts_mlp
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 
 Params = dict[str, Any]
 Gradients = tuple[jax.Array, Params, jax.Array]
@@ -132,7 +132,7 @@ class HandwrittenStep:
             .compile()
         )
 
-    def __call__(self, rows: Rows) -> tuple[float, float]:
+    def __call__(self, rows: RowArrays) -> tuple[float, float]:
         """Takes one update; returns its loss and gradient norm once it is done."""
         arrays = tuple(rows[name].reshape(self._batch_shape) for name in ("tokens", "segments", "weights"))
         batch = jax.device_put(arrays, self._batch_sharding)

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from maxbatch.config.config import Config
 from maxbatch.data.feed.placement import BatchShape, Placement
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import TrainState, init_state
@@ -42,7 +42,7 @@ QUICK_MODEL = (
 RUN = ("dataset_type=synthetic", "enable_checkpointing=false", "eval_interval=-1", "generate_prompt=")
 
 
-def rows_of_documents(num_rows: int, config: Config) -> Rows:
+def rows_of_documents(num_rows: int, config: Config) -> RowArrays:
     """Rows of random tokens, each of three documents, in memory: arrays [n, L]."""
     rng = np.random.default_rng(0)
     shape = (num_rows, config.max_target_length)
@@ -69,7 +69,7 @@ class TrainerStep:
         self._placement = Placement(batch_sharding(mesh), config.max_target_length)
         self.state = init_state(config.update, abstract)
 
-    def __call__(self, rows: Rows, num_micro_batches: int) -> tuple[float, float]:
+    def __call__(self, rows: RowArrays, num_micro_batches: int) -> tuple[float, float]:
         """Takes one update; returns its loss and gradient norm once it is done."""
         batch = self._placement.stage(rows, len(rows["tokens"]), self._shape)
         self.state, metrics = self._executable(

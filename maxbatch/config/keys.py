@@ -39,7 +39,7 @@ BatchSize = Annotated[int | str, "batch"]
 Exact = Annotated[int | float | Fraction, "exact"]
 Choice = Annotated[str, "choice"]
 Words = Annotated[str, "choices"]
-Place = Annotated[str, "path"]
+StoragePath = Annotated[str, "path"]
 LocalPath = Annotated[str, "local"]
 DataPaths = Annotated[str, "paths"]
 

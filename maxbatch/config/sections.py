@@ -19,9 +19,9 @@ from maxbatch.config.keys import (
     Key,
     LocalPath,
     Part,
-    Place,
     Quantity,
     Section,
+    StoragePath,
     Words,
     key,
 )
@@ -61,17 +61,17 @@ READY_TASKS: tuple[str, ...] = get_args(ReadyTask)  # reinforcement learning wit
 class RunConfig(Section):
     """The run."""
 
-    run_dir: Place = key("runs/default",
+    run_dir: StoragePath = key("runs/default",
         "folder of this run; a checkpoint in it is resumed", NOTHING, maxtext="base_output_directory and run_name")
-    base_output_directory: Place = key("",
+    base_output_directory: StoragePath = key("",
         "MaxText's alternative: run_dir is base_output_directory/run_name", NOTHING, warm_start=False)
     run_name: str = key("",
         'name of the run in base_output_directory ("": runs); both "": run_dir', NOTHING, warm_start=False)
     model_name: str = key("default", "preset: a file of configs/models/ without .yml; auto: the model of "
         "load_parameters_path, a Hugging Face folder; default: the model keys below (docs/models.md)", NOTHING)
-    load_parameters_path: Place = key("", "start a new run from the parameters of this run folder, checkpoint, "
+    load_parameters_path: StoragePath = key("", "start a new run from the parameters of this run folder, checkpoint, "
         'Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False)
-    load_full_state_path: Place = key("", "start a new run from parameters and optimizer state: a new stream and "
+    load_full_state_path: StoragePath = key("", "start a new run from parameters and optimizer state: a new stream and "
         "plan, step 0 (annealing)", NOTHING, warm_start=False)
     heartbeat_timeout_s: int = key(30,
         "seconds within which the other hosts stop after one dies; exit code 75 if a checkpoint is saved", NOTHING,
@@ -418,8 +418,8 @@ class DataConfig(Section):
     add_eos: bool = key(True, "an end-of-text token after each document", Fixes.TOKENS)
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = key("byte",
         "byte (UTF-8 bytes and three special tokens) | huggingface | sentencepiece", Fixes.CONTENT)
-    tokenizer_path: Place = key("", "tokenizer.json, a .model file, a folder that holds one, or a Hugging Face hub "
-        'name; "" for byte', Fixes.CONTENT)
+    tokenizer_path: StoragePath = key("", "tokenizer.json, a .model file, a folder that holds one, or a Hugging Face "
+        'hub name; "" for byte', Fixes.CONTENT)
     use_sft: bool = key(False,
         "true: records are conversations in a form of sft_format; best_fit if packed", Fixes.CHAT, warm_start=False,
         chooses="conversation")
@@ -546,7 +546,7 @@ class CompilingConfig(Section):
         "XLA's persistent cache; \"\": ~/.cache/maxbatch/xla; \"none\": off", NOTHING, maxtext="jax_cache_dir")
     libtpu_flags: str = key("auto", "auto: the flags for the TPU's version | none | \"--flag=value ...\"; flags in "
         "LIBTPU_INIT_ARGS take precedence; no effect without a TPU", PROGRAM, maxtext=OURS)
-    compiled_dir: Place = key("",
+    compiled_dir: StoragePath = key("",
         'folder written by maxbatch compile; train loads its programs and compiles none; "": compiles', NOTHING,
         maxtext="compiled_trainstep_file")
 

@@ -15,7 +15,7 @@ from maxbatch.system.object_stores import file_system, persist, version_of, writ
 from maxbatch.system.stores.store import split
 
 BUILDING = ".building-"  # prefix of unfinished folders
-_fences: dict[str, Fence] = {}  # by folder URL
+_FENCES: dict[str, Fence] = {}  # by folder URL
 
 
 class Fence:
@@ -31,12 +31,12 @@ class Fence:
         self._folder, self.ask, self._confirm = folder, ask, confirm
         self._versions: dict[str, str] = {}  # last written by this process, by object URL
         self._locks: dict[str, threading.Lock] = {}
-        _fences[folder] = self
+        _FENCES[folder] = self
 
     def remove(self) -> None:
         """Removes the fence, so that this process writes to the folder freely."""
-        if _fences.get(self._folder) is self:
-            del _fences[self._folder]
+        if _FENCES.get(self._folder) is self:
+            del _FENCES[self._folder]
 
     def write(self, url: str, data: bytes) -> None:
         """Writes an object whole.
@@ -61,8 +61,8 @@ class Fence:
 
 def fence_of(url: str) -> Fence | None:
     """Returns the fence of the innermost leased folder around an object; None if there is none."""
-    around = [folder for folder in list(_fences) if url.startswith(folder + "/")]
-    return _fences.get(max(around, key=len)) if around else None
+    around = [folder for folder in list(_FENCES) if url.startswith(folder + "/")]
+    return _FENCES.get(max(around, key=len)) if around else None
 
 
 def ask(url: str) -> None:

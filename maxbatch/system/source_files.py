@@ -163,7 +163,7 @@ def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str
     return RemoteStore(scheme, found), found._strip_protocol(path)
 
 
-def reason(error: Exception) -> str:
+def typed_reason(error: Exception) -> str:
     """Returns the message of an exception on one line."""
     text = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
     return " ".join(text.split())

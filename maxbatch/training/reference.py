@@ -28,7 +28,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.data.feed.feed import BatchLoader, BatchSeries
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleOrigin, SampleRows
 from maxbatch.data.stream.stream import Stream
 from maxbatch.parallel.hosts import broadcast, gather, warn
@@ -77,7 +77,7 @@ class Reference:
         self.hashes_K, first_K = np.unique(hashes, return_index=True)
         self.logprobs_KxA = np.concatenate([self.logprobs_KxA, logprobs_nxA])[first_K]
 
-    def beside(self, rows: Rows) -> Rows:
+    def beside(self, rows: RowArrays) -> RowArrays:
         """Returns rows with `reference`, float32[n, W]: each sum in the first slot of its answer's row."""
         place_n, known_n = self._places(_hashes(rows))
         if not known_n.all():
@@ -137,7 +137,7 @@ def digest_of(identity: object) -> str:
     return hashlib.blake2b(json.dumps(identity, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _hashes(rows: Rows) -> np.ndarray:
+def _hashes(rows: RowArrays) -> np.ndarray:
     return _joined(row_hashes(np, rows["tokens"], rows["segments"], rows["weights"]))
 
 
@@ -158,7 +158,7 @@ class ReferredRows:
         """Returns the origin of a sample."""
         return self.samples.place(index)
 
-    def batch(self, indices: Indices) -> Rows:
+    def batch(self, indices: Indices) -> RowArrays:
         """Returns samples by their indices, arrays [n, W]."""
         return self.reference.beside(self.samples.batch(indices))
 

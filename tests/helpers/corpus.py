@@ -13,7 +13,7 @@ import numpy as np
 from maxbatch import load_config
 from maxbatch.config.config import Config
 from maxbatch.data.stream.reader import Order, RowBlocks
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.stream import Stream
 
 LENGTH = 16
@@ -58,7 +58,7 @@ def same(left: dict[str, np.ndarray], right: dict[str, np.ndarray]) -> bool:
     )
 
 
-def rows_of(stream: Stream, order: Order) -> Iterator[Rows]:
+def rows_of(stream: Stream, order: Order) -> Iterator[RowArrays]:
     """The samples of an order one by one, arrays [L], read ahead in blocks."""
     with stream.reader_of(order) as reader:
         while len((block := reader.take(256))["tokens"]):

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 
 T = TypeVar("T")
 
@@ -147,7 +147,7 @@ class Placement:
         rows = self.local_rows(shape)
         return (rows >= 0) & (rows < num_rows)
 
-    def stage(self, rows: Rows, num_rows: int, shape: BatchShape) -> Batch:
+    def stage(self, rows: RowArrays, num_rows: int, shape: BatchShape) -> Batch:
         """Puts this host's rows of a batch, in the order of `wanted`, on its devices, and pads the other slots."""
         wanted = self.wanted(num_rows, shape)
 

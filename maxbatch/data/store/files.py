@@ -18,7 +18,7 @@ from typing import BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.source_files import SourceFile, reason, storage_of
+from maxbatch.system.source_files import SourceFile, storage_of, typed_reason
 from maxbatch.system.storage import scheme_of
 
 _MOST_SHARDS = 1_000_000  # of a set; a larger number in a name says something else
@@ -70,7 +70,7 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
         raise
     except Exception as error:  # e.g. no permission, no network: each store has exceptions of its own
         unlisted = getattr(error, "filename", None) or "it"
-        raise ConfigError(f"{where}: cannot list {unlisted}: {reason(error)}") from error
+        raise ConfigError(f"{where}: cannot list {unlisted}: {typed_reason(error)}") from error
     if not found:
         raise ConfigError(f"{where}: {problem}")
     return Listing(tuple(found), () if is_single else tuple(_missing_shards(file.name for file in found)))

@@ -38,7 +38,7 @@ from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens, reader
 from maxbatch.data.store.store import IDS, StoreFacts
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.source_files import SourceFile, reason, storage_of
+from maxbatch.system.source_files import SourceFile, storage_of, typed_reason
 from maxbatch.system.storage import AnyPath, as_path, is_remote, read_range
 
 _MAGIC = b"MMIDIDX\0\0"
@@ -52,7 +52,7 @@ _VERSION = 1  # of the identity
 
 
 @dataclass(frozen=True)
-class _Layout:
+class _ArraySizes:
     """The sizes of a store's arrays."""
 
     dtype: str
@@ -78,7 +78,7 @@ class IndexTable(LocalTable):
       num_tokens: of all documents.
     """
 
-    def __init__(self, path: Path, layout: _Layout, num_tokens: int) -> None:
+    def __init__(self, path: Path, layout: _ArraySizes, num_tokens: int) -> None:
         super().__init__(layout.num_documents)
         self._path, self._layout, self._num_tokens = path, layout, num_tokens
 
@@ -283,13 +283,13 @@ def _listed(where: str, path: AnyPath) -> SourceFile:
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
     except OSError as error:
-        raise ConfigError(f"{where}: dataset_type=megatron needs {path}: {reason(error)}") from error
+        raise ConfigError(f"{where}: dataset_type=megatron needs {path}: {typed_reason(error)}") from error
     if file is None:
         raise ConfigError(f"{where}: dataset_type=megatron needs {path}, which is no file")
     return file
 
 
-def _layout(header: bytes, size: int, damaged: Callable[[str], ConfigError]) -> _Layout:
+def _layout(header: bytes, size: int, damaged: Callable[[str], ConfigError]) -> _ArraySizes:
     """Returns the layout that the header of an index of `size` bytes states."""
     if len(header) < _HEADER.size or not header.startswith(_MAGIC):
         raise damaged("it is not an index of Megatron-LM's (MMIDIDX)")
@@ -299,7 +299,7 @@ def _layout(header: bytes, size: int, damaged: Callable[[str], ConfigError]) -> 
     if code not in _DTYPES:
         problem = f"{_FLOATS[code]} numbers, no token ids" if code in _FLOATS else f"values of an unknown type ({code})"
         raise damaged(f"it states {problem}")
-    layout = _Layout(_DTYPES[code], num_sequences, num_marks - 1)
+    layout = _ArraySizes(_DTYPES[code], num_sequences, num_marks - 1)
     if not num_marks or max(num_sequences, num_marks) > _MOST_SEQUENCES:
         raise damaged(f"it states {num_sequences} sequences and {num_marks} marks of documents")
     if size not in (layout.size, layout.size + num_sequences):

@@ -13,7 +13,7 @@ from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
 from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleOrigin
 from maxbatch.data.stream.stream import Stream
 from maxbatch.system.errors import ConfigError
@@ -65,7 +65,7 @@ class OwnRows:
         """Returns the epoch and the row of a sample."""
         return SampleOrigin(0, index) if self.num_rows is None else SampleOrigin(*divmod(index, self.num_rows))
 
-    def batch(self, indices: Indices) -> Rows:
+    def batch(self, indices: Indices) -> RowArrays:
         """Returns samples by their indices, arrays [n, L]."""
         rows = [self._row(int(index)) for index in indices]
         empty = {"tokens": np.int32, "segments": np.int32, "weights": np.float32}
@@ -77,7 +77,7 @@ class OwnRows:
         """Returns the figures of an epoch that are known without reading it."""
         return {"samples": self.num_rows, "slots": self.num_rows and self.num_rows * self.row_length}
 
-    def _row(self, index: int) -> Rows:
+    def _row(self, index: int) -> RowArrays:
         found = self._samples[self.place(index).row]
         row = found if isinstance(found, Mapping) else {"tokens": found}
         if "tokens" not in row:

@@ -13,7 +13,7 @@ import numpy as np
 
 from maxbatch.data.store.store import Store
 from maxbatch.data.stream.overlong import refuse_overlong
-from maxbatch.data.stream.rows import Extents, Pieces, Rows, assemble
+from maxbatch.data.stream.rows import Extents, Pieces, RowArrays, assemble
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
 
@@ -47,7 +47,7 @@ class PairRows:
         self.skipped_records = int(store.manifest["skipped_records"])
         self.conversations: ConversationFigures | None = None
 
-    def batch(self, rows_n: Sequence[int]) -> Rows:
+    def batch(self, rows_n: Sequence[int]) -> RowArrays:
         row_n = np.asarray(rows_n, np.int64)
         count = 2 * len(row_n)
         pieces = Pieces(np.arange(count), self._start_Sx2[row_n].reshape(-1), self._length_Sx2[row_n].reshape(-1))

@@ -15,7 +15,7 @@ import grain
 import numpy as np
 from absl import flags
 
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices
 from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
 
@@ -118,14 +118,14 @@ class Contiguous:
 class RowBlocks:
     """A Grain data source: element k is the samples at positions k * size to (k + 1) * size - 1 of an order."""
 
-    batch: Callable[[Indices], Rows]  # returns samples by their indices, arrays [n, L]
+    batch: Callable[[Indices], RowArrays]  # returns samples by their indices, arrays [n, L]
     order: Order
     size: int
 
     def __len__(self) -> int:
         return -(-len(self.order) // self.size)
 
-    def __getitem__(self, block: int) -> Rows:
+    def __getitem__(self, block: int) -> RowArrays:
         first = block * self.size
         return self.batch(self.order.indices(first, min(first + self.size, len(self.order))))
 
@@ -145,19 +145,19 @@ class Reader:
     end with this process, even if it is killed. They get `batch` and `order` pickled.
     """
 
-    def __init__(self, batch: Callable[[Indices], Rows], row_length: int, order: Order, ahead: ReadAhead):
+    def __init__(self, batch: Callable[[Indices], RowArrays], row_length: int, order: Order, ahead: ReadAhead):
         size = max(1, min(_BLOCK_TOKENS // row_length, ahead.rows // 4))
         self._blocks = RowBlocks(batch, order, size)
         self._worker_count = ahead.worker_count
         self._prefetch_blocks = -(-ahead.rows // size)
         self._seconds = ahead.seconds
         self._most_blocks = _AHEAD_BYTES // (size * row_length * _SLOT_BYTES)
-        self._iterator: grain.DatasetIterator[Rows] | ReadAheadByTime[Rows] | None = None
-        self._rest: Rows | None = None
+        self._iterator: grain.DatasetIterator[RowArrays] | ReadAheadByTime[RowArrays] | None = None
+        self._rest: RowArrays | None = None
         self._closed = False
         self.position = 0  # samples returned so far: the place of the next one in the order
 
-    def take(self, count: int) -> Rows:
+    def take(self, count: int) -> RowArrays:
         """Returns the next `count` samples as arrays [n, L]; n < count only at the end of the order.
 
         Raises:
@@ -166,7 +166,7 @@ class Reader:
         if self._closed:
             raise ValueError("the reader is closed")
         end = min(self.position + count, len(self._blocks.order))
-        parts: list[Rows] = []
+        parts: list[RowArrays] = []
         while self.position < end:
             block, missing = self._next_block(), end - self.position
             if len(block["tokens"]) > missing:
@@ -192,7 +192,7 @@ class Reader:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def _next_block(self) -> Rows:
+    def _next_block(self) -> RowArrays:
         if self._rest is not None:
             block, self._rest = self._rest, None
             return block
@@ -202,7 +202,7 @@ class Reader:
             self._finalizer = weakref.finalize(self, self._iterator.close)
         return next(self._iterator)
 
-    def _start(self) -> grain.DatasetIterator[Rows] | ReadAheadByTime[Rows]:
+    def _start(self) -> grain.DatasetIterator[RowArrays] | ReadAheadByTime[RowArrays]:
         if self._seconds and not self._worker_count:
             return ReadAheadByTime(self._blocks, self._seconds, self._prefetch_blocks, self._most_blocks)
         blocks = grain.MapDataset.source(self._blocks)

@@ -22,7 +22,7 @@ from maxbatch.data.store.store import Store
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
 # `tokens` int32, `segments` int32, `weights` float32; each [n, L], or [L] for one row.
-Rows = dict[str, np.ndarray]
+RowArrays = dict[str, np.ndarray]
 
 
 class Pieces(NamedTuple):
@@ -221,7 +221,7 @@ def assemble(
     row_length: int,
     pad_id: int,
     trained_bit: int | None = None,
-) -> Rows:
+) -> RowArrays:
     """Copies pieces of the store's tokens into n = `num_rows` rows of L = `row_length` slots.
 
     Returns:
@@ -266,7 +266,7 @@ class RowSource(Protocol):
     skipped_records: int
     conversations: ConversationFigures | None  # if its documents are conversations
 
-    def batch(self, rows_n: Sequence[int]) -> Rows: ...
+    def batch(self, rows_n: Sequence[int]) -> RowArrays: ...
 
 
 class StoredRows:
@@ -284,7 +284,7 @@ class StoredRows:
         self._plan = plan
         self._pad_id = pad_id
 
-    def batch(self, rows_n: Sequence[int]) -> Rows:
+    def batch(self, rows_n: Sequence[int]) -> RowArrays:
         pieces = self._plan.pieces(np.asarray(rows_n, np.int64))
         trained_bit = self._store.trained_bit
         return assemble(self._store.tokens, pieces, len(rows_n), self.row_length, self._pad_id, trained_bit)

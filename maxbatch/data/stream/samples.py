@@ -15,7 +15,7 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from maxbatch.data.stream.mixture_order import Origins, StagedOrder, WeightedOrder
-from maxbatch.data.stream.rows import Rows, RowSource
+from maxbatch.data.stream.rows import RowArrays, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 
 MAX_SHUFFLED_ROWS = 1 << 32
@@ -38,7 +38,7 @@ class SampleRows(Protocol):
 
     def place(self, index: int) -> SampleOrigin: ...  # the origin of a sample
 
-    def batch(self, indices: Indices) -> Rows: ...  # the samples with these indices, in their order
+    def batch(self, indices: Indices) -> RowArrays: ...  # the samples with these indices, in their order
 
     def stats(self) -> dict[str, Any]: ...  # the figures of an epoch
 
@@ -54,7 +54,7 @@ class Epochs:
     def place(self, index: int) -> SampleOrigin:
         return place_in_epochs(index, self.rows.num_rows, self._shuffle)
 
-    def batch(self, indices: Indices) -> Rows:
+    def batch(self, indices: Indices) -> RowArrays:
         return self.rows.batch([self.place(index).row for index in indices])
 
     def stats(self) -> dict[str, Any]:
@@ -91,7 +91,7 @@ class Mixed:
         found: SampleOrigin = self._epochs[source].place(place)._replace(source=self._names[source])
         return found
 
-    def batch(self, indices: Indices) -> Rows:
+    def batch(self, indices: Indices) -> RowArrays:
         source_n, place_n = self._order.at(indices)
         parts = [
             self._epochs[source].batch(place_n[source_n == source].tolist())

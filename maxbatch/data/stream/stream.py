@@ -15,7 +15,7 @@ from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import StagedOrder, WeightedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.recipe import Identity
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import MAX_SHUFFLED_ROWS, Epochs, Indices, InTurn, Mixed, SampleOrigin, SampleRows
 from maxbatch.data.stream.sources import SourceRows, open_rows, order_identity, refuse_num_epochs
 from maxbatch.system.errors import ConfigError
@@ -66,7 +66,7 @@ class Stream:
     def __bool__(self) -> bool:
         return True
 
-    def __getitem__(self, index: int) -> Rows:
+    def __getitem__(self, index: int) -> RowArrays:
         """Returns sample `index`, arrays [L].
 
         Raises:
@@ -74,14 +74,14 @@ class Stream:
         """
         return {name: array[0] for name, array in self.batch([operator.index(index)]).items()}
 
-    def batch(self, indices: Indices) -> Rows:
+    def batch(self, indices: Indices) -> RowArrays:
         """Returns the samples with these indices, in their order, as arrays [n, L]; cheaper than one at a time."""
         if len(indices):
             self._check(min(indices))
             self._check(max(indices))
         return self.samples.batch(indices)
 
-    def read(self, start: int, stop: int) -> Rows:
+    def read(self, start: int, stop: int) -> RowArrays:
         """Returns samples start to stop - 1 as arrays [stop - start, L]."""
         return self.batch(range(start, stop))
 

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from maxbatch.data.store.heldout import HeldOutFraction
-from maxbatch.data.stream.rows import Rows
+from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
 _WORDS = 64
@@ -53,7 +53,7 @@ class SyntheticRows:
         for place, letters in enumerate(self._letters):
             self._lexicon_Wx4[:, place] = letters[draw_Wx3[:, place] % np.uint64(len(letters))]
 
-    def batch(self, rows_n: Sequence[int]) -> Rows:
+    def batch(self, rows_n: Sequence[int]) -> RowArrays:
         if self._split.fraction:
             rows_n = [self._split.record(int(row), self._held_out) for row in rows_n]
         number_n = np.asarray(rows_n, np.uint64)

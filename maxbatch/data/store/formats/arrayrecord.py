@@ -10,7 +10,7 @@ from maxbatch.data.store.files import local_path
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, TokenIds, checked_utf8
 from maxbatch.data.store.formats.example import example_field
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.source_files import SourceFile, reason
+from maxbatch.system.source_files import SourceFile, typed_reason
 from maxbatch.system.storage import is_remote
 
 _BATCH_BYTES = 1 << 20
@@ -60,7 +60,7 @@ class ArrayRecords:
 
     def _text(self, record: bytes | RuntimeError, place: str) -> bytes:
         if isinstance(record, RuntimeError):
-            return self._bad(f"{place}: damaged ({reason(record)})")
+            return self._bad(f"{place}: damaged ({typed_reason(record)})")
         if self._feature is not None:
             try:
                 record = example_field(record, self._feature)

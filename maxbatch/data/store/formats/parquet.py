@@ -10,7 +10,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, grouped, record_as_json
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.source_files import SourceFile, reason
+from maxbatch.system.source_files import SourceFile, typed_reason
 
 _BATCH_ROWS = 512
 _READ_AHEAD_BYTES = 1 << 20
@@ -63,7 +63,7 @@ class Parquet:
                     yield from self._rows(parquet, group, f"{path} row group {group}")
         except (self._arrow.ArrowException, OSError) as error:
             _raise_system_error(error)
-            yield self._bad(f"{path}: not a whole Parquet file ({reason(error)})")
+            yield self._bad(f"{path}: not a whole Parquet file ({typed_reason(error)})")
 
     @contextlib.contextmanager
     def _opened(self, file: SourceFile) -> Iterator[Any]:
@@ -83,7 +83,7 @@ class Parquet:
         except (self._arrow.ArrowException, OSError) as error:
             _raise_system_error(error)
             for lost in range(number, rows):
-                yield self._bad(f"{place} row {lost}: damaged ({reason(error)})")
+                yield self._bad(f"{place} row {lost}: damaged ({typed_reason(error)})")
 
     def _checked(self, value: bytes | None, place: str) -> bytes:
         if value is not None:
