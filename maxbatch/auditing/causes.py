@@ -35,6 +35,7 @@ CAUSES = {
     "padding counted": "rows of zero weight count in the number that the loss is divided by",
     "state not saved": "training needs something that is not in the saved state",
 }
+_STEPS = "steps of equal parts, added up"  # clipping in each pass predicts it too: no cause, but close to some
 _CLOSE = 0.05  # of the distance between the two runs: the largest of a prediction
 _CLOSER = 5.0  # times closer than the prediction of another cause
 _MOST_ROWS = 512  # of a predicting run
@@ -123,10 +124,13 @@ def _predicted(bench: Bench, trial: Comparison, known: Mapping[str, str | None],
     ratios = _ratios(bench, trial, only_loss)
     if (trial.is_cut and "cut" in known) or (trial.is_spread and "devices" in known):
         ratios.pop("mean of means", None)
+    steps = ratios.pop(_STEPS, math.inf)
     if not ratios:
         return None
     best, *others = sorted(ratios, key=lambda cause: ratios[cause])
     if not ratios[best] < _CLOSE or any(ratios[other] < _CLOSER * ratios[best] for other in others):
+        return None
+    if best != "sum" and steps < _CLOSER * ratios[best]:
         return None
     if best == "mean of means" and not only_loss:
         return best if _keeps_scale(bench, trial) else None
@@ -192,10 +196,10 @@ def _params(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction
     if run := _run(bench, whole(most_rows), side.rows._replace(sequence=tuple(pieces))):
         yield _Prediction("optimizer per micro-batch", last, run.params[-1])
     yield _Prediction("sum", 1, _stepped(first, [first] * len(pieces), 1.0))
+    parts = [_run(bench, whole(stop - start), side.rows._replace(part=(start, stop))) for start, stop in pieces]
     weights = bench.data.batches(side.rows)[0]["weights"]
-    if len({weights[slice(*piece)].sum() for piece in pieces}) > 1:  # else clipping in each pass would predict the same
-        parts = [_run(bench, whole(stop - start), side.rows._replace(part=(start, stop))) for start, stop in pieces]
-        yield _Prediction("sum", 1, _stepped(first, [part for part in parts if part], 1.0))
+    are_equal = len({weights[slice(*piece)].sum() for piece in pieces}) == 1
+    yield _Prediction(_STEPS if are_equal else "sum", 1, _stepped(first, [part for part in parts if part], 1.0))
     if balanced := _balanced(bench, side, pieces):
         yield _Prediction("mean of means", last, balanced.params[last])
         yield _Prediction("mean of means", 1, _stepped(first, [balanced], len(pieces) / len(side.pieces)))

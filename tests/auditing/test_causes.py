@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import maxbatch
 from maxbatch.auditing.causes import CAUSES
 from maxbatch.cli import main
-from tests.auditing.numpy_trainer import FAULTS, maker
+from tests.auditing.numpy_trainer import FAULTS, Trainer, maker
 
 PLANTED = "from tests.auditing.numpy_trainer import maker\nmake = maker('{}')\n"
 # Sound, and rounded: neither is a fault. The parameters in bfloat16 round by more than the order of a sum changes.
@@ -69,6 +70,19 @@ def test_a_cause_is_the_planted_one_or_none_without_a_loss() -> None:
     for fault in ("batch norm", "clipping per pass", "dropout", "mean of means", "sum", "0 / 0"):
         causes = {each.cause for each in maxbatch.audit(maker(fault, "adamw", reports_loss=False), seed=1).broken}
         assert causes and causes <= {*FAULTS[fault], None}, (fault, causes)
+
+
+def test_clipped_passes_are_not_taken_for_updates_of_their_own() -> None:
+    """Small steps at a constant rate add up nearly as updates one after the other do."""
+
+    class Constant(Trainer):
+        def _updated(self, state: Any, gradient: Any) -> Any:
+            return super()._updated(state | {"updates": 0}, gradient)
+
+    found = maxbatch.audit(lambda layout: Constant(layout, "clipping of every pass"), updates=2)
+    assert {each.cause for each in found.broken} == {None}
+    found = maxbatch.audit(lambda layout: Constant(layout, "optimizer per micro-batch"), updates=2)
+    assert {each.cause for each in found.broken} == {"optimizer per micro-batch"}
 
 
 def test_a_run_that_differs_when_it_is_repeated_is_not_repeatable() -> None:
