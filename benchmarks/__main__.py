@@ -30,6 +30,7 @@ NUM_DEVICES = {
     "feed": 4,
     "startup": 1,
     "prepare": 1,
+    "memory": 1,
     "noise_scale": 4,
     "waiting": 1,
     "requests": 1,

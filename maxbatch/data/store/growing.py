@@ -20,7 +20,7 @@ from maxbatch.data.store.blocks import BlockHasher, masks
 
 _HEADER_BYTES = 128  # numpy pads its header to this size for any number of documents
 _CHUNK_BYTES = 1 << 22
-_CHUNK_BLOCKS = 1 << 20
+_CHUNK_BLOCKS = 1 << 16
 
 
 class GrowingTable:
