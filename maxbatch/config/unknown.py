@@ -18,12 +18,13 @@ from typing import NamedTuple
 from maxbatch.config.keys import Entry, Key
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
-from maxbatch.config.words.convert import OF_LOSS, Setting, converted, rampup_schedule
+from maxbatch.config.words.convert import OF_LOSS, Setting, converted, rampup_schedule, read_number
 from maxbatch.config.words.together import OF_OLMO, together
 from maxbatch.system.errors import ConfigError
 
 _MOST_ANSWERS = 40
 _ALIKE = 0.75  # of two parts of a name
+_EPOCHS = "num_train_epochs"  # of Hugging Face
 _THREE_BATCHES = ("batch_size", "b")  # words with three meanings among frameworks
 IMPORTED = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl")  # formats of `maxbatch import`
 
@@ -175,6 +176,8 @@ def _settings(
     setting = Setting(settled(place_of) or {}, machine.devices, machine.hosts)
     rows = {entry.name: next(iter(_for(entry.name, setting.is_of_prompts)), None) for entry in unknown}
     words = {row.word: entry.text for entry in unknown if (row := rows[entry.name])}
+    if read_number(words.get("max_steps", "")):  # takes precedence over epochs there
+        rows = {name: row._replace(here="-") if row and row.word == _EPOCHS else row for name, row in rows.items()}
     for entry in unknown:
         row = rows[entry.name]
         key = _in_block(entry.name, [row] if row else [], keys) or (row.keys[0] if row and row.is_same else "")

@@ -30,8 +30,8 @@ _STAGE_NUMBERS = (
 # Titles, each with the names and the meaning of its numbers.
 _NUMBERS = """
 machine
-  num_devices                    N
-  num_hosts                      H
+  num_devices                    N: devices
+  num_hosts                      H: hosts
   batch_shards                   parts that every micro-batch is split into
 batch
   per_device_batch_size          p: rows of a device in one pass
@@ -40,7 +40,7 @@ batch
   global_batch_size_to_train_on  p x N x g: samples per update
   num_replicas                   groups of devices that each take part of the batch
   per_replica_batch_size         samples of a replica per update
-  tokens_per_step                slots per update
+  tokens_per_step                tokens that an update has room for
   padded_slots_per_step          rows of padding per update (batch_padding)
   padded_share                   share of an update's computation that they waste
 pairs of prompt and response
@@ -68,13 +68,13 @@ experts
   rows_per_expert_group          rows of a group in one pass
   choices_per_expert             tokens of these rows that an expert gets if all get as many
 loading
-  expansion_factor_real_data     e
+  expansion_factor_real_data     e: with 2 every second host reads, for two; -1 is 1
   num_loading_hosts              hosts that read the source
   samples_per_host               samples per update / H
   rows_per_loading_host          rows that a loading host reads per update
   global_batch_size_to_load      batch x e for e > 1: MaxText's nominal figure, no array has that size
 pipeline
-  num_pipeline_stages            groups of layers
+  num_pipeline_stages            S: groups of layers
   num_pipeline_microbatches      parts of a micro-batch
   pipeline_microbatch_size       samples of a part
   num_pipeline_repeats           groups of layers that each stage holds
@@ -85,7 +85,7 @@ eval
 run
   total_steps                    updates
   total_samples                  samples
-  total_tokens                   slots
+  total_tokens                   tokens that its samples have room for
   samples_per_epoch              samples in one pass over the data
   steps_per_epoch                updates for one pass over the data, rounded up
   epochs                         passes over the data

@@ -155,6 +155,11 @@ def test_words_and_a_machine_give_the_batch_that_they_give_there(
         ("data_loader.global_batch_size=65536 sequence_length=512", "global_batch_size=65536t max_target_length=512"),
         ("train_batch_size=2Mit", "global_batch_size=2Mit"),
         (
+            "device_batch_size=16 total_batch_size=524288 --devices 8",
+            "per_device_batch_size=16 global_batch_size=524288t",
+        ),
+        ("max_steps=500 num_train_epochs=3", "steps=500"),
+        (
             "train_batch_size=30 allow_nondivisible_batch_size=true --devices 8",
             "global_batch_size=30 batch_padding=true",
         ),
@@ -177,6 +182,24 @@ def test_hints_combine(line: str, works: str) -> None:
 def test_words_that_contradict_each_other_have_no_works(line: str) -> None:
     code, _, said = run(shlex.split(line))
     assert code == 2 and "works:" not in said, said
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("zero_optimization.stage=3", "ici_fsdp_parallelism"),
+        ("zero_optimization.offload_optimizer.device=cpu", "moments stay on the devices"),
+        ("bf16.enabled=true", "dtype=bfloat16 weight_dtype=float32"),
+        ("activation_checkpoint.mode=selective", "selective is minimal"),
+        ("compile.enable=true", "every step is compiled"),
+        ("validation.freq=500", "works: eval_interval=500"),
+        ("checkpoint.interval=500 checkpoint.keep_latest_k=3", "checkpoint_period=500 max_num_checkpoints_to_keep=3"),
+        ("trainer.checkpointer.save_interval=10m", "a time there"),
+    ],
+)
+def test_words_of_nested_files_are_answered_by_their_path(line: str, said: str) -> None:
+    code, _, error = run(shlex.split(line))
+    assert code == 2 and said in error, error
 
 
 def test_the_short_flag_of_a_batch_names_its_meanings() -> None:

@@ -15,6 +15,7 @@ from maxbatch.config.words import look_up
 from maxbatch.config.words.convert import Setting, read_number, text_of
 
 OF_OLMO = "rank_microbatch_size"  # a word of OLMo-core, which counts global_batch_size in tokens too
+OF_NANOCHAT = ("device_batch_size", "total_batch_size")  # its words; the second one counts tokens
 # In each, the first is the product of the other two.
 _PRODUCTS = (
     ("devices", "hosts", "devices_of_host"),
@@ -84,7 +85,8 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
     """
     stated: dict[str, tuple[str, Fraction]] = {}
     for word, text in words.items():
-        quantity, value = _quantity(word), read_number(text)
+        is_tokens = word == OF_NANOCHAT[1] and OF_NANOCHAT[0] in words
+        quantity, value = "tokens" if is_tokens else _quantity(word), read_number(text)
         if quantity and value and (quantity in _OF_MACHINE or not setting.is_of_prompts):
             stated[word] = quantity, value
     if not stated:

@@ -60,7 +60,7 @@ class RecordError(ConfigError):
 
 @dataclass(frozen=True)
 class Conversations:
-    """How records become tokens that are trained on and tokens that are not."""
+    """An encoder of records as tokens, each of which is trained on or not."""
 
     tokenizer: Tokenizer
     completion_only: bool
@@ -113,7 +113,7 @@ class Conversations:
         return encoded
 
     def _read(self, utf8: bytes) -> Sequence[Conversation | Texts | ConversationError]:
-        """Returns the conversations of a record, or why it has none."""
+        """Returns the conversations of a record, or the reason why it has none."""
         try:
             found = self.documents(json.loads(utf8))
             return [one if isinstance(one, Texts) else _checked(one, self.completion_only) for one in found]

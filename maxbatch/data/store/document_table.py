@@ -2,11 +2,11 @@
 
 The table of a large store is too large for a host: fifty million documents take 400 MB. On a disk such a table is
 mapped and searched. In an object store blocks are read when a row needs them. A block is found by interpolation between
-those read before, as documents of a store are about alike, and a number of blocks is kept, so that a row costs one
-request more at most.
+the blocks read before, since documents of a store have similar lengths, and recent blocks are kept, so that a row costs
+at most one request more.
 
-What is read is compared with the hashes of the store's blocks (`maxbatch.data.store.blocks`), and checked for its order
-and its ends. The checksum is that of the whole file, and is compared where a pass over all blocks is made.
+The bytes read are compared with the hashes of the store's blocks (`maxbatch.data.store.blocks`), and the starts checked
+for their order and their ends. The checksum covers the whole file, and is compared in a pass over all blocks.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class BlockTable(DocumentTable, Protocol):
 
 
 class LocalTable(ABC):
-    """A `BlockTable` of this machine, whose starts are read at little cost.
+    """A `BlockTable` on this machine, where reading a start costs little.
 
     Args:
       num_documents: documents of the store.
@@ -320,7 +320,7 @@ class RangedTable:
 
 
 def _header(path: AnyPath, content: bytes, num_documents: int) -> NpyHeader:
-    """Returns the header of a table; raises ConfigError if it is not that of so many documents."""
+    """Returns the header of a table; raises ConfigError if the number of documents does not fit."""
     try:
         header = npy_header(content, "its header")
     except RefusedContent as error:

@@ -1,7 +1,7 @@
-"""The content of a dataset's files, hashed once and known again for as long as a file stays as it is.
+"""Hashes of the contents of a dataset's files, kept for as long as the files do not change.
 
-A file of a disk stays as it is while path, size, inode, time of change and time of writing do; anything else has it
-hashed again. Only other content makes another store. Of an object the store's own checksum or version is taken.
+A file on a disk is unchanged while its path, size, inode, change time and modification time are; otherwise it is hashed
+again. Only other content makes another store. For an object, the object store's own checksum or version is taken.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ class Contents(NamedTuple):
 
 
 def known_contents(files: Sequence[SourceFile], data_cache_dir: str) -> Contents | None:
-    """Returns what files hold, None if one must be read for it."""
+    """Returns the hashes of files; None if a file must be read first."""
     kept = _Kept(files, data_cache_dir)
     return None if kept.unknown else Contents(kept.hashes, kept.are_first)
 
 
 def contents_of(files: Sequence[SourceFile], data_cache_dir: str) -> Contents:
-    """Returns what files hold; reads those that changed since they were last read, or are new."""
+    """Returns the hashes of files; reads those that are new or have changed."""
     kept = _Kept(files, data_cache_dir)
     if not kept.unknown:
         return Contents(kept.hashes, kept.are_first)
@@ -45,7 +45,7 @@ def contents_of(files: Sequence[SourceFile], data_cache_dir: str) -> Contents:
     else:
         from maxbatch.system.bars import bytes_bar  # slow to import
 
-        with bytes_bar(size, "reading what files hold") as progress:
+        with bytes_bar(size, "hashing the files") as progress:
             parts = iter(digests(flat, progress))
     for number, of_file in zip(kept.unknown, blocks, strict=True):
         found = joined(next(parts) for _ in of_file)
@@ -56,7 +56,7 @@ def contents_of(files: Sequence[SourceFile], data_cache_dir: str) -> Contents:
 
 
 class _Kept:
-    """The file of the cache that holds the hashes of some files, as far as it can be believed now."""
+    """The cached hashes of some files, as far as they are still valid."""
 
     def __init__(self, files: Sequence[SourceFile], data_cache_dir: str) -> None:
         self._path = cache_file(data_cache_dir, "contents", [file.path for file in files])

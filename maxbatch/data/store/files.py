@@ -21,7 +21,7 @@ from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.source_files import SourceFile, storage_of, typed_reason
 from maxbatch.system.storage import scheme_of
 
-_MOST_SHARDS = 1_000_000  # of a set; a larger number in a name says something else
+_MOST_SHARDS = 1_000_000  # of a set; a larger number in a name has another meaning
 _SHARD = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)", re.DOTALL)
 
 

@@ -70,7 +70,7 @@ def open_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_pa
 
 
 def _cached(config: StoreConfig, name: str, old: str | None) -> TokenStore | None:
-    """Returns the store of a signature, or the one of before that was found to be of the same content."""
+    """Returns the store with a signature, or an earlier one with the same content."""
     folder = cache_folder(config.data_cache_dir)
     if (store := _cached_store(folder / name)) is not None:
         return store
@@ -84,7 +84,7 @@ def _cached(config: StoreConfig, name: str, old: str | None) -> TokenStore | Non
 
 
 def _cached_store(folder: Path) -> TokenStore | None:
-    """Returns the store in a folder of the cache, unless it is damaged, or another dataset's that was put there."""
+    """Returns the store in a folder of the cache, unless it is damaged or belongs to another dataset."""
     store = open_folder(folder)
     return store if store is not None and store.manifest["signature"] == folder.name else None
 

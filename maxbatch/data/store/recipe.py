@@ -1,4 +1,4 @@
-"""What a kind of sample knows of token stores: the documents that its records become. Imports no NumPy by itself."""
+"""A kind of sample in the token stores: how its records become documents. Imports no NumPy by itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class RecordEncoder(Protocol):
-    """The way from records to documents, each of whose tokens is trained on or not."""
+    """An encoder of records as documents, each of whose tokens is trained on or not."""
 
     @property
     def identity(self) -> dict[str, object]:
@@ -36,7 +36,7 @@ class StoreRecipe(Recipe):
     documents_per_record: ClassVar[int] = 1
 
     def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> RecordEncoder | None:
-        """Returns the way from records to documents; None: a document is a text."""
+        """Returns the encoder of records; None: a document is a text."""
         return None
 
     def store_settings(self, config: DataConfig, tokenizer: Tokenizer) -> dict[str, object]:

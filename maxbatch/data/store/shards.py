@@ -31,7 +31,7 @@ from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
 
 _ARRAYS = {"counts": "uint8", "lengths": "int64", "digests": "uint8", "held_out": "int64", "hashes": "uint32"}
 _COUNTS = ("jobs", "tokens", "source_bytes", "skipped", "text_bytes")
-_MOST_BYTES = 4 << 30  # of what is known of a shard: 150 million documents
+_MOST_BYTES = 4 << 30  # of the facts about a shard: 150 million documents
 
 
 def _name(number: int) -> str:

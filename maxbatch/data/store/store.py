@@ -1,4 +1,4 @@
-"""What the stream asks of a store of tokens, whoever wrote it."""
+"""The interface of a token store to the stream, whichever program wrote the store."""
 
 from __future__ import annotations
 

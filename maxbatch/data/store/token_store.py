@@ -94,7 +94,7 @@ def new_content_hash() -> hashlib.blake2b:
 
 
 class Manifest(TypedDict, total=False):
-    """The JSON of a store; `_is_manifest` checks it, and TokenStore says what its fields are."""
+    """The JSON of a store; `_is_manifest` checks it, and `TokenStore` describes its fields."""
 
     version: Required[int]
     content: Required[str]
@@ -243,7 +243,7 @@ def signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig)
 def signatures(
     source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, reads: bool = True
 ) -> tuple[str, str | None] | None:
-    """Returns the signature, and the one that a store of before has whose files have not changed since.
+    """Returns the signature, and the one of an earlier store whose files have not changed since.
 
     Stores were signed by path, size and time of writing of their files. One is believed as it was then, once, when its
     files are first hashed; after a change of their content it is not.
@@ -267,7 +267,7 @@ def _read_contents(source: DocumentSource, config: StoreConfig) -> Contents:
 
 
 def _facts(source: DocumentSource, contents: Contents) -> list[list[str]]:
-    """Returns what identifies each file; in the standard library names say what is held out."""
+    """Returns the identity of each file; that of the standard library has names, which decide what is held out."""
     named = source.dataset_type == "python_stdlib"
     pairs = zip(source.files, contents.hashes, strict=True)
     return [[hashed, file.name] if named else [hashed] for file, hashed in pairs]

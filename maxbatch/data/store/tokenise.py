@@ -48,7 +48,7 @@ class Tokeniser:
     source: DocumentSource
     tokenizer: Tokenizer
     layout: TokenLayout
-    encoder: RecordEncoder | None = None  # what makes documents of records, if they are not texts
+    encoder: RecordEncoder | None = None  # makes documents of records, if they are not texts
 
     def tokenise(self, job: Sequence[Piece], file: Writable) -> Tokenised:
         """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""

@@ -159,7 +159,7 @@ class NoTokenizer:
 
 
 def tokenizer_of(config: StreamKeys) -> Tokenizer:
-    """Returns the tokenizer of a config's data; data of token ids need none, and then have none but a stated one."""
+    """Returns the tokenizer of a config's data; data of token ids have the stated one, or none."""
     if config.dataset_type == "megatron" and config.tokenizer_type == "byte":
         check_tokenizer(config.tokenizer_type, config.tokenizer_path)
         return NoTokenizer(config.vocab_size)
