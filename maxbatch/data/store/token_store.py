@@ -245,8 +245,8 @@ def signatures(
 ) -> tuple[str, str | None] | None:
     """Returns the signature, and the one of an earlier store whose files have not changed since.
 
-    Stores were signed by path, size and time of writing of their files. One is believed as it was then, once, when its
-    files are first hashed; after a change of their content it is not.
+    Earlier stores were signed by the path, size and modification time of their files. Such a store is accepted when its
+    files are first hashed, and no longer once their content has changed.
 
     Args:
       reads: whether files may be read; without, None if one must be.
