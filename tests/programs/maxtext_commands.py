@@ -276,9 +276,9 @@ def differences(there: Mapping[str, object], ours: Mapping[str, object], stated:
         pairs += [("per_device_batch_size", there["per_device_batch_size"], ours["per_device_batch_size"])]
         kinds = {
             "synthetic": ("synthetic",),
-            "tfds": ("arrayrecord",),
+            "tfds": ("tfrecord",),
             "hf": ("parquet", "jsonl"),
-            "grain": ("arrayrecord", "parquet"),
+            "grain": ("arrayrecord", "parquet", "tfrecord"),
         }
         kind = str(there["dataset_type"])
         pairs += [("dataset_type", kind, kind if ours["dataset_type"] in kinds.get(kind, ()) else ours["dataset_type"])]
