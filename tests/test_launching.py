@@ -23,7 +23,7 @@ import yaml
 from maxbatch.cli import make_parser
 from maxbatch.commands.sweep.study import check_combinations
 from maxbatch.commands.sweep.sweep_file import SweepFile
-from tests.helpers.command import Hold, environment, recorded
+from tests.helpers.command import Hold, environment, maxbatch, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN, read_metrics
 
@@ -281,40 +281,72 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 """
 
 
-@pytest.mark.processes
-def test_a_slurm_job_that_loses_a_node_goes_on_with_the_three_that_are_left(tmp_path: Path) -> None:
-    executable(tmp_path / "bin" / "srun", NODES_SRUN)
-    executable(tmp_path / "bin" / "scontrol", NODES_SCONTROL)
-    executable(tmp_path / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
-    run_dir, calls, dead = tmp_path / "run", tmp_path / "calls", tmp_path / "dead"
-    dead.touch()
-    hold = Hold(7, tmp_path)
-    job = {
-        "CALLS": str(calls), "DEAD": str(dead), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "4",
-        "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_NTASKS_PER_NODE": "1",
-    }  # fmt: skip
-    settings = ["global_batch_size=12", "per_device_batch_size=4", "checkpoint_period=3", "heartbeat_timeout_s=10"]
-    with open(tmp_path / "log", "wb") as log:
+SURVIVOR = (
+    *TINY_RUN, "base_num_decoder_layers=1", "steps=12", "global_batch_size=12", "per_device_batch_size=4",
+    "checkpoint_period=3", "heartbeat_timeout_s=10", "compilation_cache_dir=none",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def surviving_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The programs of four hosts, and of three."""
+    folder = tmp_path_factory.mktemp("survive") / "compiled"
+    done = maxbatch("compile", *SURVIVOR, "--simulate-hosts", "4", "--survive", "1", "--output", str(folder))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def lose_a_host(command: list[str], folder: Path, run_dir: Path, lose: Any, **variables: str) -> str:
+    """Runs a script until it ends by itself, calling `lose` after seven updates; returns its output."""
+    hold = Hold(7, folder)
+    with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
-            [LAUNCH / "slurm_survive.sh", *TINY_RUN, f"run_dir={run_dir}", "steps=12", *settings],
-            env=with_commands(tmp_path / "bin", **job, **hold.variables),
+            command, env=with_commands(folder / "bin", **variables, **hold.variables),
             stdout=log, stderr=log, start_new_session=True,
         )  # fmt: skip
     try:
         wait_for(lambda: recorded(run_dir) >= 7 or process.poll() is not None)
-        os.kill(int((tmp_path / "pids").read_text().split()[2]), signal.SIGKILL)
-        dead.write_text("n2")
+        lose()
         hold.release()
         code = process.wait(300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    output = (tmp_path / "log").read_text()
+    output = (folder / "log").read_text()
     assert code == 0, output
-    assert calls.read_text().splitlines() == ["srun n0 n1 n2 n3", "srun n0 n1 n3"]
+    return output
+
+
+def assert_nobody_can_tell(run_dir: Path) -> None:
+    """Checks that every update is there once, of one batch, and that no start compiled a program."""
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert {line["global_batch_size"] for line in lines} == {12}
+    assert {line["compiles"] for line in lines} == {0}, "the programs of compile --survive"
+
+
+@pytest.mark.processes
+def test_a_slurm_job_that_loses_a_node_goes_on_with_the_three_that_are_left(
+    tmp_path: Path, surviving_programs: Path
+) -> None:
+    executable(tmp_path / "bin" / "srun", NODES_SRUN)
+    executable(tmp_path / "bin" / "scontrol", NODES_SCONTROL)
+    executable(tmp_path / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
+    run_dir, calls, dead = tmp_path / "run", tmp_path / "calls", tmp_path / "dead"
+    dead.touch()
+    job = {
+        "CALLS": str(calls), "DEAD": str(dead), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "4",
+        "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_NTASKS_PER_NODE": "1",
+    }  # fmt: skip
+    script = [str(LAUNCH / "slurm_survive.sh"), *SURVIVOR, f"run_dir={run_dir}", f"compiled_dir={surviving_programs}"]
+
+    def lose() -> None:
+        os.kill(int((tmp_path / "pids").read_text().split()[2]), signal.SIGKILL)
+        dead.write_text("n2")
+
+    lose_a_host(script, tmp_path, run_dir, lose, **job)
+    assert calls.read_text().splitlines() == ["srun n0 n1 n2 n3", "srun n0 n1 n3"]
+    assert_nobody_can_tell(run_dir)
 
 
 # A cluster of one-host node pools on this machine. It has one JobSet, whose hosts are processes of `kubectl create`.

@@ -61,8 +61,8 @@ COMMANDS: dict[str, Command] = {
     "compile": Command(
         "maxbatch.commands.compile",
         "Compile every program of a run ahead of time, for this machine or a TPU elsewhere.",
-        "[CONFIG.yml] [key=value ...] [--topology T [--slices S] [--survive K]] [--output DIR] [--hlo DIR]"
-        " [--json]",
+        "[CONFIG.yml] [key=value ...] [--topology T [--slices S] | --simulate-devices N [--simulate-hosts H]]"
+        " [--survive K] [--output DIR] [--hlo DIR] [--json]",
         ("maxbatch compile model_name=llama2-7b per_device_batch_size=4 --topology v5p:4x4x4 --output compiled",
          "maxbatch compile run.yml dcn_data_parallelism=-1 --topology v5e:16x16 --slices 4 --survive 2",
          "maxbatch compile run.yml --simulate-devices 8 --output compiled")),

@@ -3,25 +3,38 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
 from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import count, local_path, note, place
+from maxbatch.commands.arguments import config_of, count, local_path, note, place
 from maxbatch.commands.compiling import Compiled, compile_one, programs_on
-from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, show_time, smaller_targets
+from maxbatch.commands.refusing import may_have_others, refusing_together
+from maxbatch.commands.simulation import check_hosts, run_hosts
+from maxbatch.commands.targets import (
+    add_target_arguments,
+    config_before_devices,
+    plan_on,
+    show_time,
+    smaller_targets,
+    with_flags_of,
+)
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.pins import texts_fixing
 from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.chips import Peak, mfu_peak
-from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, writing
+from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report, writing
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.compile.target import Target, device_facts, machine_name
+from maxbatch.training.compile.target import Target, device_facts, find_target, machine_name
 
 if TYPE_CHECKING:
     from maxbatch.training.compile.memory import Parts, Verdict
@@ -32,29 +45,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_target_arguments(parser)
     folder = "folder to save in (default: RUN_DIR/compiled)"
     parser.add_argument("--output", type=place, metavar="DIR", help=folder)
-    survive = "compile also for every machine down to K slices fewer, in folders of their own in DIR"
+    survive = "compile also for every machine down to K slices or simulated hosts fewer, in folders of their own in DIR"
     parser.add_argument("--survive", type=count, metavar="K", help=survive)
+    hosts = "compile in H processes of N / H devices each (default N: H), --survive K for fewer of them"
+    parser.add_argument("--simulate-hosts", type=count, metavar="H", help=hosts)
     hlo = "write the optimised HLO text here, one file per program; for a TPU it is scheduled"
     parser.add_argument("--hlo", type=local_path, metavar="DIR", help=hlo)
 
 
 def run(args: argparse.Namespace) -> int:
     """Compiles the programs of a run and saves them; raises TrainingError if one does not fit."""
-    config, target = config_and_target(args)
-    plan = plan_on(config, target)
-    smaller = _smaller(config, args, target)  # plans them all before compiling anything
-    folder = as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
-    hlo = _made_folder(args.hlo)
-    record = _compile_run(config, target, plan, folder, hlo, args.json)
-    others = []
-    for left, its_plan in smaller:
-        name = machine_name(left.devices)
-        its_hlo = _made_folder(str(hlo / name)) if hlo else None
-        others.append(_compile_run(config, left, its_plan, folder / name, its_hlo, args.json))
-    if args.json:
-        print(json.dumps(record | ({"survive": others} if args.survive else {}), indent=2))
-    else:
-        print(printable(f"next: maxbatch train ... compiled_dir={folder}"))
+    if args.simulate_hosts:
+        return _on_simulated_hosts(args)
+    with contextlib.nullcontext() if args.topology else refusing_together():
+        config = config_before_devices(args)
+    with _joined(args, config):
+        from maxbatch.parallel.hosts import is_first
+
+        target = find_target(args.topology, args.slices)
+        config = with_flags_of(config, target)
+        plan = plan_on(config, target)
+        smaller = _smaller(config, args, target)  # plans them all before compiling anything
+        folder = _folder(args, config)
+        hlo = _made_folder(args.hlo) if is_first() else None
+        record = _compile_run(config, target, plan, folder, hlo, args.json)
+        others = []
+        for left, its_plan in smaller:
+            name = machine_name(left.devices)
+            its_hlo = _made_folder(str(hlo / name)) if hlo else None
+            others.append(_compile_run(config, left, its_plan, folder / name, its_hlo, args.json))
+        if args.json and is_first():
+            print(json.dumps(record | ({"survive": others} if args.survive else {}), indent=2))
+        elif is_first():
+            print(printable(f"next: maxbatch train ... compiled_dir={folder}"))
+    return EXIT_DONE
+
+
+def _joined(args: argparse.Namespace, config: Config) -> AbstractContextManager[None]:
+    """Returns a context of the hosts that the environment names, which compile together; a topology has none."""
+    if args.topology or not may_have_others():
+        return contextlib.nullcontext()
+    from maxbatch.parallel.hosts import together
+
+    return together(partial(report, as_json=args.json), config.heartbeat_timeout_s, lambda: None)
+
+
+def _folder(args: argparse.Namespace, config: Config) -> AnyPath:
+    return as_path(args.output) if args.output else as_path(config.run_dir) / "compiled"
+
+
+def _on_simulated_hosts(args: argparse.Namespace) -> int:
+    """Compiles in the processes of simulated hosts, and again in fewer of them for `--survive`."""
+    if args.topology:
+        raise ConfigError(f"--simulate-hosts {args.simulate_hosts}: must not be given beside --topology, which says "
+                          f"how many hosts there are; works: --topology {args.topology}")  # fmt: skip
+    if args.json and args.survive:
+        raise ConfigError("--json: prints one object, and --survive on simulated hosts compiles several machines one "
+                          "after the other; works: without --json")  # fmt: skip
+    config = config_of(args)
+    num_devices = args.simulate_devices or args.simulate_hosts
+    check_hosts(num_devices, args.simulate_hosts)
+    folder, whole = _folder(args, config), Machine(num_devices, args.simulate_hosts)
+    machines = smaller_machines(whole, args.survive) if args.survive else [whole]
+    for left in machines:
+        BatchPlan.from_config(config, left.num_devices, left.num_hosts)
+    words = ["compile", *args.config, "--simulate-devices", str(num_devices // args.simulate_hosts)]
+    for left in machines:
+        its_folder = folder if left == whole else folder / left.name
+        flags = ["--output", str(its_folder), *(["--json"] if args.json else [])]
+        if args.hlo:
+            flags += ["--hlo", args.hlo if left == whole else os.path.join(args.hlo, left.name)]
+        if code := run_hosts([*words, *flags], left.num_hosts, lambda: None, config.heartbeat_timeout_s):
+            return code
     return EXIT_DONE
 
 
@@ -81,13 +143,14 @@ def _compile_run(
     Raises:
       TrainingError: a program does not fit.
     """
+    from maxbatch.parallel.hosts import is_first
     from maxbatch.training.compile.memory import known_parts
     from maxbatch.training.compile.saved import save_programs
     from maxbatch.training.programs import step_name
 
     programs, updates = programs_on(config, target, plan)
     shapes = [update.shape for update in updates]
-    say = (lambda text: None) if is_json else note
+    say = note if is_first() and not is_json else lambda text: None
     done: dict[str, Compiled] = {}
     for update in updates:
         shape, name = update.shape, step_name(update.shape)
@@ -108,9 +171,10 @@ def _compile_run(
         if not done[name].verdict.fits:
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     executables = {name: one.executable for name, one in done.items() if one.executable is not None}
-    size = save_programs(folder, texts_fixing(Fixes.PROGRAM, config), target.devices, shapes, executables)
+    keys = texts_fixing(Fixes.PROGRAM, config)
+    size = save_programs(folder, keys, target.devices, shapes, executables) if is_first() else 0
     peak = mfu_peak(target.chip, config.quantization, config.peak_tflops_per_device)
-    if not is_json:
+    if is_first() and not is_json:
         _show(done, target, peak, folder, size)
     steps = [done[step_name(shape)] for shape in shapes]
     return _figures(max(steps, key=lambda one: one.verdict.needed_bytes or 0)) | {

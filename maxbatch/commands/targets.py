@@ -34,6 +34,17 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
 
 def config_and_target(args: argparse.Namespace) -> tuple[Config, Target]:
     """Returns the config and the devices that the flags name; raises ConfigError if the flags contradict each other."""
+    config = config_before_devices(args)
+    target = find_target(args.topology, args.slices)
+    return with_flags_of(config, target), target
+
+
+def config_before_devices(args: argparse.Namespace) -> Config:
+    """Returns the config, with all set that must be set before JAX finds its devices.
+
+    Raises:
+      ConfigError: an invalid config, or flags that contradict each other.
+    """
     config = config_of(args)
     check_batch_keys(config.plan)
     if args.topology and args.simulate_devices:
@@ -43,8 +54,12 @@ def config_and_target(args: argparse.Namespace) -> tuple[Config, Target]:
         simulate_devices(args.simulate_devices)
     version = parse_slice(args.topology).version if args.topology else None
     state_flags(config.libtpu_flags, config.data_cache_dir, version)
-    target = find_target(args.topology, args.slices)
-    return config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, target.devices)}), target
+    return config
+
+
+def with_flags_of(config: Config, target: Target) -> Config:
+    """Returns the config with the compiler flags of the devices."""
+    return config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, target.devices)})
 
 
 def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Target, int]]:

@@ -23,6 +23,11 @@ class Machine(NamedTuple):
         """The unit of loss: a slice or, on a single slice, a host."""
         return "slices" if self.num_slices > 1 else "hosts"
 
+    @property
+    def name(self) -> str:
+        """A name for the folder of its programs."""
+        return f"slices-{self.num_slices}-hosts-{self.num_hosts}-devices-{self.num_devices}"
+
     def without(self, lost: int) -> Machine:
         """Returns the machine without `lost` of its slices or hosts."""
         whole = self.num_slices if self.num_slices > 1 else self.num_hosts

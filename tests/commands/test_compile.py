@@ -237,3 +237,21 @@ def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
         "maxbatch: error: attention=cudnn: must run on NVIDIA GPUs, and the devices are cpu; "
         "works: attention=auto (here dot_product)"
     ]
+
+
+@pytest.mark.parametrize(
+    ("flags", "problem"),
+    [
+        (("--simulate-hosts", "2", "--topology", "v5e:2x2"), "--simulate-hosts 2: must not be given beside --topology"),
+        (("--simulate-hosts", "2", "--survive", "1", "--json"), "--json: prints one object"),
+        (("--simulate-hosts", "2", "--survive", "2"), "--survive 2: must be less than the 2 hosts"),
+        (("--simulate-hosts", "2", "--simulate-devices", "3"), "--simulate-hosts 2"),
+        (("--simulate-hosts", "4", "--survive", "1", "global_batch_size=16"), "global_batch_size=16"),
+    ],
+)
+def test_what_simulated_hosts_cannot_compile_is_one_line(
+    flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", *TINY_RUN, *flags]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
+    assert len(error) == 1 and problem in error[0]

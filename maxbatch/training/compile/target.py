@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from maxbatch.plan.survival import Machine
 from maxbatch.system.chips import TPUS, Chip, chip_of
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.stopping import keep_signals
@@ -73,8 +74,8 @@ def device_facts(devices: Sequence[jax.Device]) -> dict[str, object]:
 
 def machine_name(devices: Sequence[jax.Device]) -> str:
     """Returns a name for devices by their numbers, for the folder of a smaller machine's programs."""
-    facts = device_facts(devices)
-    return "-".join(f"{name}-{facts[name]}" for name in ("slices", "hosts", "devices"))
+    slices, hosts = ({getattr(device, name, 0) for device in devices} for name in ("slice_index", "process_index"))
+    return Machine(len(devices), len(hosts), len(slices)).name
 
 
 def find_target(topology: str | None, num_slices: int = 1) -> Target:
