@@ -13,13 +13,16 @@ import time
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from maxbatch import ConfigError
 from maxbatch.parallel import hosts
+from maxbatch.testing import run
+from maxbatch.training import pretraining
 from tests.helpers.command import Hold, environment, maxbatch, recorded
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics
+from tests.helpers.tiny import SAME, TINY_RUN, UNSAVED, assert_same_run, read_metrics, tiny_config
 
 RAMP = ("batch_size_schedule=0:8 32:16 96:24", "eval_fraction=0.1", "eval_interval=6", "steps=12")
 
@@ -38,33 +41,25 @@ def finish(process: subprocess.Popen[str], timeout: float = 600) -> tuple[int, s
     return process.returncode, output
 
 
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run_dir = tmp_path_factory.mktemp("hosts") / "one"
-    code, output = finish(train(run_dir, *RAMP, "per_device_batch_size=2"))
-    assert code == 0, output
-    return run_dir
-
-
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("devices", "num_hosts", "more"),
-    [
-        (4, 2, ()),
-        (4, 2, ("expansion_factor_real_data=2", "ici_tensor_parallelism=2", "per_device_batch_size=2")),
-        (4, 2, ("expansion_factor_real_data=2", "ici_tensor_parallelism=4")),  # a row lies on two hosts
-    ],
-)
-def test_any_hosts_train_on_the_same_samples_to_the_same_losses(
-    tmp_path: Path, one_process: Path, devices: int, num_hosts: int, more: tuple[str, ...]
-) -> None:
+def test_any_hosts_train_on_the_same_samples_to_the_same_losses(tmp_path: Path) -> None:
     """Ramp, accumulation and eval included."""
-    run_dir = tmp_path / "run"
-    simulated = ("--simulate-devices", str(devices), "--simulate-hosts", str(num_hosts))
-    code, output = finish(train(run_dir, *RAMP, "per_device_batch_size=1", *more, *simulated))
-    assert code == 0, output
-    assert_same_run(read_metrics(run_dir), read_metrics(one_process), (*SAME, "learning_rate"))
-    assert len({m["compiles"] for m in read_metrics(run_dir)[1:]}) == 1, "nothing compiles after the first step"
+    layouts = (
+        (),
+        ("expansion_factor_real_data=2", "ici_tensor_parallelism=2", "per_device_batch_size=2"),
+        ("expansion_factor_real_data=2", "ici_tensor_parallelism=4"),  # a row lies on two hosts
+    )
+    folders = [tmp_path / str(number) for number in range(len(layouts))]
+    configs = [
+        tiny_config(*RAMP, UNSAVED, "per_device_batch_size=1", *more, f"run_dir={folder}")
+        for folder, more in zip(folders, layouts, strict=True)
+    ]
+    run(lambda _: [pretraining.train(config) for config in configs], devices=4, hosts=2, timeout=600)
+    one = tiny_config(*RAMP, UNSAVED, "per_device_batch_size=2", f"run_dir={tmp_path / 'one'}")
+    pretraining.train(one, jax.devices()[:1])
+    for folder in folders:
+        assert_same_run(read_metrics(folder), read_metrics(tmp_path / "one"), (*SAME, "learning_rate"))
+        assert len({m["compiles"] for m in read_metrics(folder)[1:]}) == 1, "nothing compiles after the first step"
 
 
 @pytest.mark.processes

@@ -9,11 +9,14 @@ import subprocess
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
+from maxbatch.rl.run import train_policy
 from maxbatch.runs.devices import read_devices
+from maxbatch.testing import Pod, run
 from tests.helpers.command import Hold, recorded, start
-from tests.helpers.policies import KEYS, RL, reward_file, train
+from tests.helpers.policies import KEYS, RL, policy_config, reward_file, train
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import UNSAVED, assert_same_run, read_metrics
 
@@ -108,8 +111,11 @@ def test_float32_samples_the_same_responses_on_several_hosts_where_training_roun
     """Parameters that stay as they are, so that all that may differ is how the programs round."""
     types, long = ("dtype=bfloat16", "sampler_dtype=float32"), ("max_target_length=40", "steps=2")
     keys = (*types, *long, "learning_rate=1e-12", UNSAVED)
-    expected, two = train(tmp_path / "one", *keys), tmp_path / "two"
-    process = start("rl", RL, *KEYS, reward_file(tmp_path), f"run_dir={two}", *keys, *HOSTS[1:])
-    said, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, said
-    assert_same_run(read_metrics(two), expected, ("data_fingerprint", "reward", "response_length"), ())
+    expected, two = train(tmp_path / "one", *keys), policy_config(tmp_path / "two", *keys)
+
+    def train_two(_: Pod) -> None:
+        with jax.numpy_dtype_promotion("standard"):
+            train_policy(two)
+
+    run(train_two, devices=4, hosts=2, timeout=600)
+    assert_same_run(read_metrics(two.run_dir), expected, ("data_fingerprint", "reward", "response_length"), ())

@@ -23,10 +23,12 @@ from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.system.storage import as_path
+from maxbatch.testing import run
+from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import abstract_model
-from tests.helpers.command import maxbatch
 from tests.helpers.parameters import load_parameters
 from tests.helpers.stores import Store
+from tests.helpers.tiny import UNSAVED, read_metrics
 
 SIZES = (
     "base_emb_dim=16", "base_num_query_heads=4", "base_num_kv_heads=4", "head_dim=4", "base_mlp_dim=24",
@@ -40,6 +42,11 @@ KEYS = {
         "normalization_layer_epsilon=1e-5",
     ),
 }  # fmt: skip
+
+KEYS_OF_RUN = (
+    "model_name=auto", "dataset_type=synthetic", "steps=2", "max_target_length=16", "per_device_batch_size=1",
+    "eval_interval=-1", "generate_prompt=", UNSAVED,
+)  # fmt: skip
 
 
 def random_folder(folder: Path, decoder_block: str) -> Path:
@@ -114,14 +121,13 @@ def test_no_device_has_a_whole_tensor_while_they_exchange_it(axes: dict[str, int
     assert compiled.memory_analysis().temp_size_in_bytes < 0.6 * math.prod(place.part_shape) * 4
 
 
-@pytest.mark.stores
-@pytest.mark.slow
 def contents_read(store: Store) -> list[int]:
     """Returns the bytes of each request for the content of the model's tensors."""
     content = r"^GET .*model\.safetensors" + (r".*alt=media" if store.scheme == "gs" else "$")
     return [size for _, method, path, size, _ in store.requests() if re.search(content, f"{method} {path}")]
 
 
+@pytest.mark.slow
 def test_two_hosts_together_fetch_a_model_once(store: Store, tmp_path: Path) -> None:
     bucket = store.bucket()
     folder = random_folder(tmp_path / "model", "llama2")
@@ -131,13 +137,9 @@ def test_two_hosts_together_fetch_a_model_once(store: Store, tmp_path: Path) -> 
     for hosts, path in ((1, str(folder)), (2, there)):
         run_dir = tmp_path / f"run-{hosts}"
         store.forget()
-        maxbatch(
-            "train", "model_name=auto", f"load_parameters_path={path}", "dataset_type=synthetic", "steps=2",
-            "max_target_length=16", "per_device_batch_size=1", "eval_interval=-1", "enable_checkpointing=false",
-            f"run_dir={run_dir}", "--simulate-devices", "2", "--simulate-hosts", str(hosts),
-        )  # fmt: skip
-        lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-        losses.append([json.loads(line)["loss"] for line in lines])
+        config = load_config(overrides=[*KEYS_OF_RUN, f"load_parameters_path={path}", f"run_dir={run_dir}"])
+        run(lambda _: train(config), devices=2, hosts=hosts, timeout=600)  # noqa: B023
+        losses.append([line["loss"] for line in read_metrics(run_dir)])
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     file = (folder / "model.safetensors").read_bytes()
     header = int.from_bytes(file[:8], "little")
