@@ -91,7 +91,7 @@ def _backward(
     form: str, quantization: Quantization, kept: tuple[jax.Array, jax.Array], grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    of_x, of_w, of_grad = _axes(form)
+    of_x, of_w, of_grad = axes_of(form)
     grad_x = _product(grad, w, f"{of_grad},{of_w}->{of_x}", _GRADIENT[quantization], _FORWARD[quantization])
     return grad_x, jnp.einsum(f"{of_x},{of_grad}->{of_w}", x, grad).astype(w.dtype)
 
@@ -101,7 +101,7 @@ eight_bit_einsum.defvjp(_forward, _backward)
 
 def _product(x: jax.Array, w: jax.Array, form: str, x_to: EightBits, w_to: EightBits) -> jax.Array:
     """Returns the einsum of both, each quantised along the axes that it sums over, in x's dtype."""
-    of_x, of_w, of_y = _axes(form)
+    of_x, of_w, of_y = axes_of(form)
     summed = (set(of_x) & set(of_w)) - set(of_y)
 
     def codes(array: jax.Array, axes: str, to: EightBits) -> Codes:
@@ -113,7 +113,7 @@ def _product(x: jax.Array, w: jax.Array, form: str, x_to: EightBits, w_to: Eight
     return (y * _spread(x8.scales, of_x, of_y) * _spread(w8.scales, of_w, of_y)).astype(x.dtype)
 
 
-def _axes(form: str) -> tuple[str, str, str]:
+def axes_of(form: str) -> tuple[str, str, str]:
     """Returns the axes of both operands of an einsum and of its result, a letter each."""
     operands, result = form.split("->")
     first, second = operands.split(",")
@@ -127,13 +127,42 @@ def _spread(scales: jax.Array, axes: str, wanted: str) -> jax.Array:
     return jnp.expand_dims(moved, [number for number, axis in enumerate(wanted) if axis not in own])
 
 
-def eight_bit_groups(x_nxD: jax.Array, w_ExDxF: jax.Array, groups: Groups, quantization: Quantization) -> jax.Array:
+class MatrixCodes(NamedTuple):
+    """Matrices of groups in 8 bits, [E, D, F], quantised along both of their contractions."""
+
+    along_inputs: Codes  # for the product
+    along_outputs: Codes  # for the gradient by its rows
+
+    @classmethod
+    def of(cls, w_ExDxF: jax.Array, quantization: Quantization) -> MatrixCodes:
+        """Returns the codes of whole matrices, each with scales of its own; they have no gradient."""
+        w_ExDxF = jax.lax.stop_gradient(w_ExDxF)
+        return cls(*(quantised(w_ExDxF, [axis], _FORWARD[quantization]) for axis in (1, 2)))
+
+
+class CodedMatrices(NamedTuple):
+    """Matrices of groups whose products read their codes alone."""
+
+    place_ExDxF: jax.Array  # of `without_values`: receives the gradient of the matrices
+    codes: MatrixCodes
+
+
+@jax.custom_vjp
+def without_values(w: jax.Array) -> jax.Array:
+    """Returns zeros in place of an array, whose gradient is the array's: a mesh moves none of its values."""
+    return jnp.zeros_like(w)
+
+
+without_values.defvjp(lambda w: (jnp.zeros_like(w), None), lambda _, grad: (grad,))
+
+
+def eight_bit_groups(x_nxD: jax.Array, w: CodedMatrices, groups: Groups, quantization: Quantization) -> jax.Array:
     """Returns each row times the matrix of its group in 8 bits, [n, F] in x's dtype, as `eight_bit_einsum` does.
 
-    A matrix has scales of its own. Rows behind the groups give zeros.
+    Rows behind the groups give zeros.
     """
     way = _Way(groups.platform, groups.inputs_over, groups.outputs_over, quantization)
-    return _grouped(x_nxD, w_ExDxF, groups.sizes_E, way)
+    return _grouped(x_nxD, w, groups.sizes_E, way)
 
 
 class _Way(NamedTuple):
@@ -146,23 +175,24 @@ class _Way(NamedTuple):
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _grouped(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, way: _Way) -> jax.Array:
-    x8, w8 = (quantised(one, [1], _FORWARD[way.quantization], way.inputs_over) for one in (x_nxD, w_ExDxF))
-    return _of_groups(x8, w8, sizes_E, way.platform, is_transposed=False).astype(x_nxD.dtype)
+def _grouped(x_nxD: jax.Array, w: CodedMatrices, sizes_E: jax.Array, way: _Way) -> jax.Array:
+    x8 = quantised(x_nxD, [1], _FORWARD[way.quantization], way.inputs_over)
+    return _of_groups(x8, w.codes.along_inputs, sizes_E, way.platform, is_transposed=False).astype(x_nxD.dtype)
 
 
-def _grouped_forward(
-    x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, way: _Way
-) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    return _grouped(x_nxD, w_ExDxF, sizes_E, way), (x_nxD, w_ExDxF, sizes_E)
+_Kept = tuple[jax.Array, Codes, jax.Array]
 
 
-def _grouped_backward(way: _Way, kept: tuple[jax.Array, ...], grad_nxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    x_nxD, w_ExDxF, sizes_E = kept
+def _grouped_forward(x_nxD: jax.Array, w: CodedMatrices, sizes_E: jax.Array, way: _Way) -> tuple[jax.Array, _Kept]:
+    return _grouped(x_nxD, w, sizes_E, way), (x_nxD, w.codes.along_outputs, sizes_E)
+
+
+def _grouped_backward(way: _Way, kept: _Kept, grad_nxF: jax.Array) -> tuple[jax.Array, CodedMatrices, None]:
+    x_nxD, w8, sizes_E = kept
     grad8 = quantised(grad_nxF, [1], _GRADIENT[way.quantization], way.outputs_over)
-    w8 = quantised(w_ExDxF, [2], _FORWARD[way.quantization], way.outputs_over)
     grad_x_nxD = _of_groups(grad8, w8, sizes_E, way.platform, is_transposed=True).astype(x_nxD.dtype)
-    return grad_x_nxD, outer_products(x_nxD, grad_nxF, sizes_E, way.platform).astype(w_ExDxF.dtype), None
+    grad_w = CodedMatrices._make((outer_products(x_nxD, grad_nxF, sizes_E, way.platform), None))  # codes have none
+    return grad_x_nxD, grad_w, None
 
 
 _grouped.defvjp(_grouped_forward, _grouped_backward)

@@ -13,14 +13,14 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxbatch.config.sections import Quantization
-from maxbatch.model.eight_bits import eight_bit_einsum, eight_bit_groups
+from maxbatch.model.eight_bits import CodedMatrices, eight_bit_einsum, eight_bit_groups
 from maxbatch.model.experts.grouped import Groups, grouped_product
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, num_shards
 
 
 def product(
     x: jax.Array,
-    w: jax.Array,
+    w: jax.Array | CodedMatrices,
     form: str | Groups,
     quantization: Quantization = "",
     *,
@@ -30,14 +30,16 @@ def product(
 
     Args:
       x: the activations, in the compute dtype.
-      w: the matrix, cast to that dtype; of groups, one matrix per group.
+      w: the matrix, cast to that dtype; of groups, one matrix per group, in 8 bits with its codes.
       form: an einsum of x and w, or the groups of x's rows.
       quantization: the 8-bit type that both are rounded to; "": none.
       out_dtype: of an einsum's sums and result, without quantization; None: x's.
     """
+    if isinstance(w, CodedMatrices):
+        assert isinstance(form, Groups) and quantization, "codes are of groups' matrices, for products in 8 bits"
+        return eight_bit_groups(x, w, form, quantization)
     if quantization:
-        if isinstance(form, Groups):
-            return eight_bit_groups(x, w, form, quantization)
+        assert isinstance(form, str), "matrices of groups come with their codes"
         return eight_bit_einsum(x, w, form, quantization)
     w = w.astype(x.dtype)
     if isinstance(form, Groups):

@@ -93,6 +93,15 @@ class Constrain:
         array: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
         return array
 
+    def like_layer(self, x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
+        """Returns x with the sharding of one layer of a stacked parameter, whose other axes are `logical_axes`."""
+        if self.mesh is None:
+            return x
+        stacked = (self.mesh.shape["pipeline"], *x.shape)
+        _, *spec = parameter_spec((LAYERS, *logical_axes), stacked, self.mesh)
+        array: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
+        return array
+
     @property
     def platform(self) -> str:
         """The kind of the devices: "cpu", "gpu" or "tpu"."""

@@ -17,7 +17,7 @@ from jax.extend.core import Jaxpr, subjaxprs
 from maxbatch.config.sections import Quantization
 from maxbatch.model import eight_bits
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.eight_bits import eight_bit_einsum, quantised
+from maxbatch.model.eight_bits import CodedMatrices, MatrixCodes, eight_bit_einsum, quantised, without_values
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.products import product
 from tests.helpers.tiny import tiny_config
@@ -98,7 +98,11 @@ def test_grouped_products_are_those_of_numpy_with_scales_of_each_group(
     @jax.jit
     def run(x: jax.Array, w: jax.Array, grad: jax.Array) -> tuple[jax.Array, ...]:
         groups = Groups(jnp.asarray(sizes), platform)
-        y, pull_back = jax.vjp(lambda x, w: product(x, w, groups, quantization), x, w)
+
+        def grouped(x: jax.Array, w: jax.Array) -> jax.Array:
+            return product(x, CodedMatrices(without_values(w), MatrixCodes.of(w, quantization)), groups, quantization)
+
+        y, pull_back = jax.vjp(grouped, x, w)
         return y, *pull_back(grad)
 
     forward, gradient = NUMPY_TYPES[quantization]

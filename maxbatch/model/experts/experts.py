@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig, Quantization
+from maxbatch.model.eight_bits import CodedMatrices, Codes, MatrixCodes, without_values
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.experts.order import in_order, sorted_by, summed
 from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
@@ -32,6 +33,8 @@ from maxbatch.parallel.sharding import Constrain, num_shards
 
 _AXIS = "expert"
 Combine = Callable[[jax.Array, jax.Array], jax.Array]
+_Run = Callable[..., jax.Array]
+_Codes = tuple[MatrixCodes, ...] | None  # of the gate, up and down matrices, in 8 bits
 
 
 class Experts(nnx.Module):
@@ -101,7 +104,7 @@ class Experts(nnx.Module):
 
     def _products(self, x_MxLxD: jax.Array, routes: Routes) -> jax.Array:
         """Returns `_computed` without the bias of the last product."""
-        weights = [getattr(self, f"expert_{name}")[...].astype(x_MxLxD.dtype) for name in ("gate", "up", "down")]
+        weights, codes = self._weights(x_MxLxD.dtype)
         if self.has_biases:
             biases = self.expert_gate_bias, self.expert_up_bias
             weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
@@ -109,7 +112,8 @@ class Experts(nnx.Module):
         compute_over = partial(computed_by, self.combine, self.constrain.platform, self.quantization)
         if mesh is None:
             compute = compute_over(None)
-            return _by_token(partial(sum_of_held, axis=None, compute=compute), x_MxLxD, *routes, *weights)
+            run: _Run = partial(sum_of_held, axis=None, compute=compute, codes=codes)
+            return _by_token(run, x_MxLxD, *routes, *weights)
         spec = self.constrain.spec(x_MxLxD.shape, ("batch", "length", "embed"))
         rows: tuple[str, ...] = (spec[0],) if isinstance(spec[0], str) else tuple(spec[0] or ())
         rows = rows if x_MxLxD.shape[0] % num_shards(mesh, rows) == 0 else ()
@@ -123,15 +127,38 @@ class Experts(nnx.Module):
         else:
             run = partial(sum_of_held, axis=axis, compute=compute)
 
-        def here(x_MxLxD: jax.Array, experts: jax.Array, shares: jax.Array, *weights: jax.Array) -> jax.Array:
-            y_MxLxD = _by_token(run, x_MxLxD, experts, shares, *weights)
+        def here(codes: _Codes, x_MxLxD: jax.Array, *arrays: jax.Array) -> jax.Array:
+            y_MxLxD = _by_token(partial(run, codes=codes), x_MxLxD, *arrays)
             return y_MxLxD if tensor is None else jax.lax.psum(y_MxLxD, tensor)
 
+        # A scale has size 1 along the contraction.
+        of_codes = codes and tuple(
+            MatrixCodes(Codes(spec, P(axis, None, spec[2])), Codes(spec, P(axis, spec[1], None)))
+            for spec in (into, into, out_of)
+        )
+        specs = (of_codes, of_rows, of_rows, of_rows, into, into, out_of, *of_biases)
         y_MxLxD: jax.Array = jax.shard_map(
-            here, mesh=mesh, in_specs=(of_rows, of_rows, of_rows, into, into, out_of, *of_biases), out_specs=of_rows,
+            here, mesh=mesh, in_specs=specs, out_specs=of_rows,
             check_vma=False,  # kernels do not say over which axes their results vary
-        )(x_MxLxD, *routes, *weights)  # fmt: skip
+        )(codes, x_MxLxD, *routes, *weights)  # fmt: skip
         return y_MxLxD
+
+    def _weights(self, dtype: jnp.dtype) -> tuple[list[jax.Array], _Codes]:
+        """Returns the matrices in the compute dtype; in 8 bits their codes, and arrays that receive their gradients.
+
+        Matrices are quantised where they are stored, so a mesh gathers 8 bits.
+        """
+        names = "expert_gate", "expert_up", "expert_down"
+        weights = [getattr(self, name)[...] for name in names]
+        if not self.quantization:
+            return [w.astype(dtype) for w in weights], None
+
+        def coded(name: str, w: jax.Array) -> MatrixCodes:
+            codes = MatrixCodes.of(w, self.quantization)
+            stored = (self.constrain.like_layer(code.values, MATRICES[name].axes) for code in codes)
+            return MatrixCodes(*(code._replace(values=values) for code, values in zip(codes, stored, strict=True)))
+
+        return [without_values(w.astype(dtype)) for w in weights], tuple(map(coded, names, weights))
 
 
 def _by_token(
@@ -155,8 +182,9 @@ def _clamped(gate_nxF: jax.Array, up_nxF: jax.Array, *, limit: float) -> jax.Arr
 
 
 def sum_of_held(
-    x_TxD: jax.Array, experts_n: jax.Array, shares_n: jax.Array, *weights: jax.Array, axis: str | None, compute: Compute
-) -> jax.Array:
+    x_TxD: jax.Array, experts_n: jax.Array, shares_n: jax.Array, *weights: jax.Array, axis: str | None,
+    compute: Compute, codes: _Codes = None,
+) -> jax.Array:  # fmt: skip
     """Returns the weighted sum of each token's expert outputs, where no axis splits the tokens.
 
     With an axis, each device computes its own experts for all tokens, and the devices add their results.
@@ -166,7 +194,8 @@ def sum_of_held(
         experts_n = experts_n - jax.lax.axis_index(axis) * num_local
     k = experts_n.size // x_TxD.shape[0]
     order = sorted_by(jnp.where((experts_n >= 0) & (experts_n < num_local), experts_n, num_local), num_local)
-    y_nxD = compute(in_order(x_TxD, order, k), in_order(shares_n[:, None], order, 1), order.sizes_E, *weights)
+    rows = in_order(x_TxD, order, k), in_order(shares_n[:, None], order, 1), order.sizes_E
+    y_nxD = compute(*rows, *weights, codes=codes)
     y_TxD = summed(y_nxD, order, k)
     return y_TxD if axis is None else jax.lax.psum(y_TxD, axis)
 
@@ -180,23 +209,29 @@ def computed_by(combine: Combine, platform: str, quantization: Quantization = ""
 
     def compute(
         x_nxD: jax.Array, shares_nx1: jax.Array, sizes_E: jax.Array, gate_ExDxF: jax.Array, up_ExDxF: jax.Array,
-        down_ExFxD: jax.Array, *biases_ExF: jax.Array,
+        down_ExFxD: jax.Array, *biases_ExF: jax.Array, codes: _Codes = None,
     ) -> jax.Array:  # fmt: skip
         into, out_of = Groups(sizes_E, platform, None, tensor), Groups(sizes_E, platform, tensor, None)
 
-        def applied(name: str, x: jax.Array, w: jax.Array, bias_ExF: jax.Array | None = None) -> jax.Array:
+        gate, up, down = gate_ExDxF, up_ExDxF, down_ExFxD
+        if codes:
+            gate, up, down = map(CodedMatrices, (gate, up, down), codes)
+
+        def applied(
+            name: str, x: jax.Array, w: jax.Array | CodedMatrices, bias_ExF: jax.Array | None = None
+        ) -> jax.Array:
             y = product(x, w, out_of if name == "expert_down" else into, quantization)
             if bias_ExF is not None:  # as a product, whose gradient is one too
                 y += _one_hot(sizes_E, x.shape[0], y.dtype) @ bias_ExF
             return kept(y, MATRICES[name].kept)
 
         gate_bias, up_bias = biases_ExF or (None, None)
-        gate_nxF = applied("expert_gate", x_nxD, gate_ExDxF, gate_bias)
-        inner_nxF = combine(gate_nxF, applied("expert_up", x_nxD, up_ExDxF, up_bias))
+        gate_nxF = applied("expert_gate", x_nxD, gate, gate_bias)
+        inner_nxF = combine(gate_nxF, applied("expert_up", x_nxD, up, up_bias))
         shares_nx1 = shares_nx1.astype(inner_nxF.dtype)
         if platform == "cpu":
-            return shares_nx1 * applied("expert_down", inner_nxF, down_ExFxD)
-        return applied("expert_down", shares_nx1 * inner_nxF, down_ExFxD)
+            return shares_nx1 * applied("expert_down", inner_nxF, down)
+        return applied("expert_down", shares_nx1 * inner_nxF, down)
 
     return compute
 

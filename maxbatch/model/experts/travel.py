@@ -22,6 +22,7 @@ from jax.custom_batching import sequential_vmap
 from jax.sharding import Mesh
 
 from maxbatch.model.experts.order import Order, sorted_by
+from maxbatch.parallel.trees import Tree
 
 # Rows [n, D], their shares [n, 1], the rows of each expert [E], and the experts' weights, to outputs [n, D].
 Compute = Callable[..., jax.Array]
@@ -31,7 +32,7 @@ _MULTIPLE = 8  # of places
 
 def sum_over_axis(
     x_TxD: jax.Array, experts_n: jax.Array, shares_n: jax.Array, *weights: jax.Array, num_experts: int, axis: str,
-    mesh: Mesh, compute: Compute,
+    mesh: Mesh, compute: Compute, codes: Tree = None,
 ) -> jax.Array:  # fmt: skip
     """Returns of each token the sum of its experts' outputs, [T, D], within `shard_map` over all axes of the mesh.
 
@@ -44,10 +45,11 @@ def sum_over_axis(
       axis: the axis that splits the experts and the tokens.
       mesh: the whole mesh. All its devices take as many rounds.
       compute: what an expert makes of its rows.
+      codes: a further argument of `compute`, without a gradient.
     """
 
     way = _Way(num_experts, axis, mesh, compute)
-    y_TxD: jax.Array = _travelled(way, _Arguments(x_TxD, shares_n, weights), experts_n)
+    y_TxD: jax.Array = _travelled(way, _Arguments(x_TxD, shares_n, weights), _Fixed(experts_n, codes))
     return y_TxD
 
 
@@ -68,42 +70,50 @@ class _Arguments(NamedTuple):
     weights: tuple[jax.Array, ...]
 
 
+class _Fixed(NamedTuple):
+    """Those without gradients."""
+
+    experts_n: jax.Array
+    codes: Tree
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _travelled(way: _Way, given: _Arguments, experts_n: jax.Array) -> jax.Array:
+def _travelled(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
     # Under jax.vmap over stages a device has one of them.
-    y_TxD: jax.Array = sequential_vmap(partial(_sum_over_rounds, way))(given, experts_n)
+    y_TxD: jax.Array = sequential_vmap(partial(_sum_over_rounds, way))(given, fixed)
     return y_TxD
 
 
-def _pulled_back(way: _Way, kept: tuple[_Arguments, jax.Array], grad_TxD: jax.Array) -> tuple[_Arguments, None]:
+def _pulled_back(way: _Way, kept: tuple[_Arguments, _Fixed], grad_TxD: jax.Array) -> tuple[_Arguments, None]:
     grads: _Arguments = sequential_vmap(partial(_gradients_over_rounds, way))(*kept, grad_TxD)
     return grads, None
 
 
-_travelled.defvjp(lambda way, given, experts_n: (_travelled(way, given, experts_n), (given, experts_n)), _pulled_back)
+_travelled.defvjp(lambda way, given, fixed: (_travelled(way, given, fixed), (given, fixed)), _pulled_back)
 
 
-def _sum_over_rounds(way: _Way, given: _Arguments, experts_n: jax.Array) -> jax.Array:
-    journey = _Journey.of(way, experts_n, given.x_TxD.shape[0])
+def _sum_over_rounds(way: _Way, given: _Arguments, fixed: _Fixed) -> jax.Array:
+    journey = _Journey.of(way, fixed.experts_n, given.x_TxD.shape[0])
 
     def add_round(number: jax.Array, y_TxD: jax.Array) -> jax.Array:
         there = journey.round(number)
         x_sxD, shares_sx1 = there.sent(given.x_TxD), there.sent_choices(given.shares_n)
-        return y_TxD + there.returned(way.compute(x_sxD, shares_sx1, there.order.sizes_E, *given.weights))
+        y_sxD = way.compute(x_sxD, shares_sx1, there.order.sizes_E, *given.weights, codes=fixed.codes)
+        return y_TxD + there.returned(y_sxD)
 
     y_TxD = jnp.zeros(given.x_TxD.shape, jnp.float32)
     summed: jax.Array = jax.lax.fori_loop(0, journey.num_rounds, add_round, y_TxD)
     return summed.astype(given.x_TxD.dtype)
 
 
-def _gradients_over_rounds(way: _Way, given: _Arguments, experts_n: jax.Array, grad_TxD: jax.Array) -> _Arguments:
-    journey = _Journey.of(way, experts_n, given.x_TxD.shape[0])
+def _gradients_over_rounds(way: _Way, given: _Arguments, fixed: _Fixed, grad_TxD: jax.Array) -> _Arguments:
+    journey = _Journey.of(way, fixed.experts_n, given.x_TxD.shape[0])
 
     def add_round(number: jax.Array, grads: _Arguments) -> _Arguments:
         there = journey.round(number)
 
         def compute(x_sxD: jax.Array, shares_sx1: jax.Array, weights: tuple[jax.Array, ...]) -> jax.Array:
-            return way.compute(x_sxD, shares_sx1, there.order.sizes_E, *weights)
+            return way.compute(x_sxD, shares_sx1, there.order.sizes_E, *weights, codes=fixed.codes)
 
         arrived = there.sent(given.x_TxD), there.sent_choices(given.shares_n), given.weights
         x_sxD, shares_sx1, weights = jax.vjp(compute, *arrived)[1](there.sent(grad_TxD))

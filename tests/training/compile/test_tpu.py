@@ -120,6 +120,9 @@ def test_a_v4_compiles_a_wide_last_projection_with_its_own_flags(capsys: pytest.
     assert "maxbatch: warning" not in capsys.readouterr().err
 
 
+EXPERTS = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "norm_topk_prob=true")
+
+
 @pytest.mark.parametrize(("topology", "quantization", "eight_bits"), [("v6e:2x2", "int8", "s8"),
                                                                       ("tpu7x:2x2x1", "fp8", "f8e4m3fn")])  # fmt: skip
 def test_products_and_gathers_of_weights_are_of_8_bits(topology: str, quantization: str, eight_bits: str) -> None:
@@ -132,6 +135,19 @@ def test_products_and_gathers_of_weights_are_of_8_bits(topology: str, quantizati
     assert gathered.count(eight_bits) > len(gathered) / 2, gathered
     sums = "s32" if quantization == "int8" else "f32"
     assert re.search(rf"= {sums}\[\S+ convolution\(", program) and f"{eight_bits}[" in program
+
+
+@pytest.mark.parametrize(("topology", "quantization", "eight_bits"), [("v6e:2x2", "int8", "s8"),
+                                                                      ("tpu7x:2x2x1", "fp8", "f8e4m3fn")])  # fmt: skip
+def test_weights_of_experts_travel_in_8_bits(topology: str, quantization: str, eight_bits: str) -> None:
+    layer = ("base_num_decoder_layers=1", "base_num_query_heads=2", "base_num_kv_heads=2", "scan_layers=false")
+    keys = (*EXPERTS, "ici_expert_parallelism=2", f"quantization={quantization}", "per_device_batch_size=1")
+    arguments = ["model_name=llama2-7b", *NARROW, *layer, *keys]
+    assert main(["compile", *arguments, "--topology", topology, "--output", "saved", "--hlo", "hlo"]) == 0
+    (step,) = Path("hlo").glob("step-*.hlo")
+    matrix = r"4,(?:256,512|512,256)"  # of the half of the experts that a device has
+    gathered = re.findall(rf"= \(?(\w+)\[{matrix}\]\S* all-gather(?:-start)?\(", step.read_text())
+    assert gathered and set(gathered) == {eight_bits}
 
 
 def test_slices_compile_over_their_network(capsys: pytest.CaptureFixture[str]) -> None:
