@@ -28,6 +28,7 @@ _IN_TOKENS = {
     "adam_weight_decay": "weight_decay_timescale",
 }
 _MOST_TOKENS = 2**63
+_MOST_INT8_TERMS = (2**31 - 1) // 127**2
 _OTHER_BATCHES = ("global_batch_size", "batch_size_schedule")
 
 Values = Mapping[str, Value]
@@ -224,6 +225,8 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
         raise fault("head_dim", "even, since rotary embeddings turn pairs", number["head_dim"] + 1)
     _check_layers(values, fault)
     _check_experts(values, keys, fault)
+    if values["quantization"] == "int8":
+        _check_int8_sums(number, fault)
     warmup, decay = number["warmup_steps_fraction"], number["wsd_decay_steps_fraction"]
     if values["learning_rate_schedule"] == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
@@ -314,6 +317,21 @@ _NOT_OF_LATENTS = (
     "attention_bias", "attention_out_bias", "mlp_projection_bias", "use_qk_norm", "attention_type",
     "query_pre_attn_scalar", "trainable_position_size",
 )  # fmt: skip
+
+
+def _check_int8_sums(number: Mapping[str, float], fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
+    rule = (
+        f"so small with quantization=int8 that no product sums over more than {_MOST_INT8_TERMS:,}, which int32 holds"
+    )
+    for name in ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"):
+        times = number["shared_experts"] or 1 if name == "base_moe_mlp_dim" else 1
+        if number[name] * times > _MOST_INT8_TERMS:
+            raise fault(name, rule, _MOST_INT8_TERMS // int(times))
+    width, kv_heads = int(number["head_dim"]), int(number["base_num_kv_heads"])
+    width = max(width, int(number["qk_nope_head_dim"] + max(number["qk_rope_head_dim"], number["v_head_dim"])))
+    if number["base_num_query_heads"] * width > _MOST_INT8_TERMS:
+        raise fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * kv_heads) * kv_heads)
 
 
 def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:

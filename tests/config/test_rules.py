@@ -219,3 +219,19 @@ def test_tensors_of_custom_remat_are_refused_under_another_policy_and_given_up_b
     assert load_config("run.yml").query_proj == "device"
     changed = load_config("run.yml", ["remat_policy=full"])
     assert (changed.remat_policy, changed.query_proj, changed.decoder_layer_input) == ("full", "remat", "device")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "works"),
+    [
+        (("base_mlp_dim=133145",), "base_mlp_dim=133144"),
+        (("base_emb_dim=200000",), "base_emb_dim=133144"),
+        (("base_num_query_heads=1048", "base_num_kv_heads=8", "head_dim=128"), "base_num_query_heads=1040"),
+    ],
+)
+def test_sums_of_int8_that_an_int32_may_not_hold_are_refused(overrides: tuple[str, ...], works: str) -> None:
+    message = error_of(overrides=(*overrides, "quantization=int8"))
+    assert "133,144" in message and message.endswith(f"; works: {works}")
+    name = works.partition("=")[0]
+    load_config(overrides=[*(one for one in overrides if not one.startswith(name)), works, "quantization=int8"])
+    load_config(overrides=[*overrides, "quantization=fp8"])
