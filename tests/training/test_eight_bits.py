@@ -25,6 +25,7 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "context and tensor": (
         4, "24", ("ici_context_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=minimal", "scan_layers=true")
     ),
+    "experts": (4, "24", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2")),
     "pipeline and fsdp": (4, "12", ("ici_pipeline_parallelism=2", "remat_policy=full")),
 }  # fmt: skip
 
@@ -52,6 +53,14 @@ def test_all_layouts_are_one_run_in_eight_bits(tmp_path: Path, quantization: str
     whole = run(tmp_path / "whole", "one device, one pass", *keys)
     for layout in layouts:
         assert_same_in_eight_bits(run(tmp_path / layout, layout, *keys), whole, 2e-3)
+
+
+@pytest.mark.parametrize("quantization", ["int8", "fp8"])
+def test_experts_on_their_own_axis_are_one_run_in_eight_bits(tmp_path: Path, quantization: str) -> None:
+    keys = ("decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", ONE_LAYER,
+            f"quantization={quantization}", "steps=8", UNSAVED)  # fmt: skip
+    whole = run(tmp_path / "whole", "one device, one pass", *keys)
+    assert_same_in_eight_bits(run(tmp_path / "experts", "experts", *keys), whole, 2e-3)
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
 from maxbatch.config.sections import ModelConfig, Quantization
-from maxbatch.model.eight_bits import CodedMatrices, Codes, MatrixCodes, without_values
+from maxbatch.model.eight_bits import CodedMatrices, MatrixCodes, without_values
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.experts.order import in_order, sorted_by, summed
 from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
@@ -131,10 +131,9 @@ class Experts(nnx.Module):
             y_MxLxD = _by_token(partial(run, codes=codes), x_MxLxD, *arrays)
             return y_MxLxD if tensor is None else jax.lax.psum(y_MxLxD, tensor)
 
-        # A scale has size 1 along the contraction.
         of_codes = codes and tuple(
-            MatrixCodes(Codes(spec, P(axis, None, spec[2])), Codes(spec, P(axis, spec[1], None)))
-            for spec in (into, into, out_of)
+            jax.tree.map(partial(_where_split, spec), code)
+            for code, spec in zip(codes, (into, into, out_of), strict=True)
         )
         specs = (of_codes, of_rows, of_rows, of_rows, into, into, out_of, *of_biases)
         y_MxLxD: jax.Array = jax.shard_map(
@@ -159,6 +158,11 @@ class Experts(nnx.Module):
             return MatrixCodes(*(code._replace(values=values) for code, values in zip(codes, stored, strict=True)))
 
         return [without_values(w.astype(dtype)) for w in weights], tuple(map(coded, names, weights))
+
+
+def _where_split(spec: P, array: jax.Array) -> P:
+    """Returns the partition of a matrix's values, or of its scales, which have size 1 along the contraction."""
+    return P(*(None if size == 1 else axis for axis, size in zip(spec, array.shape, strict=True)))
 
 
 def _by_token(
@@ -213,9 +217,10 @@ def computed_by(combine: Combine, platform: str, quantization: Quantization = ""
     ) -> jax.Array:  # fmt: skip
         into, out_of = Groups(sizes_E, platform, None, tensor), Groups(sizes_E, platform, tensor, None)
 
-        gate, up, down = gate_ExDxF, up_ExDxF, down_ExFxD
+        matrices: tuple[jax.Array | CodedMatrices, ...] = gate_ExDxF, up_ExDxF, down_ExFxD
         if codes:
-            gate, up, down = map(CodedMatrices, (gate, up, down), codes)
+            matrices = tuple(map(CodedMatrices, (gate_ExDxF, up_ExDxF, down_ExFxD), codes))
+        gate, up, down = matrices
 
         def applied(
             name: str, x: jax.Array, w: jax.Array | CodedMatrices, bias_ExF: jax.Array | None = None
