@@ -49,7 +49,7 @@ class Budget(NamedTuple):
 
 BUDGETS = {
     "tiny": Budget("tiny", "2M", 16, 1e-2, 1.517),
-    "tiny at twice its rate": Budget("tiny", "2048000", 16, 2e-2, 1.517),
+    "tiny at twice its rate": Budget("tiny", "2048000", 16, 2e-2, 1.529),
     "tiny-moe": Budget("tiny-moe", "2M", 16, 1e-2, 1.453),
     "small": Budget("small", "250000", 4, 3e-3, 2.391),
 }
