@@ -554,10 +554,13 @@ class RunningPretraining:
         if not opened.concludes:
             return
         context, config = opened.context, opened.context.config
-        # A sample needs the cache of the config's own model, and a tokenizer of the data.
-        is_own = opened.is_own or opened.tokenizer().identity == IDS
+        # A sample needs the cache of the config's own model, and a tokenizer of the data: ids have none, and synthetic
+        # rows may have fewer tokens than the config's.
+        tokenizer = opened.tokenizer()
+        is_of_data = tokenizer.identity != IDS and tokenizer.vocab_size <= config.vocab_size
+        has_text = is_of_data and not opened.is_own
         asks = prompt_flag(config.generate_prompt)
-        if config.generate_prompt and not is_own and not context.stop.is_asked:
+        if config.generate_prompt and has_text and not context.stop.is_asked:
             params = self._merged(state)
             try:
                 found = self._answer_sample(params) if opened.recipe.has_answers else None
@@ -565,7 +568,7 @@ class RunningPretraining:
             except TrainingError as error:  # a sample is no part of what the run is for
                 text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
-        can_generate = config.enable_checkpointing and not is_own
+        can_generate = config.enable_checkpointing and has_text
         generating = [f"maxbatch generate {config.run_dir}{asks}"] * can_generate
         width = context.console.width if context.console.is_terminal else None
         commands = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"

@@ -46,6 +46,15 @@ def test_epochs_follow_one_another_without_a_gap_and_the_last_batch_is_what_is_l
     assert total == 2 * one_epoch % 2**64, "every row of the data twice"
 
 
+def test_synthetic_rows_of_a_vocabulary_below_the_tokenizers_end_without_a_text(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = one_layer_config("vocab_size=41", "generate_prompt=def ", "steps=1", f"run_dir={tmp_path}")
+    assert train(config, ONE).position.step == 1
+    printed = capsys.readouterr().out
+    assert "--- a sample" not in printed and "maxbatch generate" not in printed
+
+
 @pytest.mark.runs
 def test_a_run_may_start_from_the_parameters_of_another(tmp_path: Path) -> None:
     """Every batch holds all rows, so the loss of a step is that of its parameters."""
