@@ -13,14 +13,13 @@ import importlib.metadata
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from maxbatch.config.values import shown
 from maxbatch.data.feed.placement import BatchShape
+from maxbatch.parallel.jax_internals import load_executable
 from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically, writing_folder
 from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
@@ -207,51 +206,7 @@ class SavedPrograms:
         if hashlib.sha256(content).hexdigest() != self._sums[name]:
             raise ConfigError(f"{path}: is damaged (its checksum is not the manifest's); compile again")
         try:
-            return _load(content, lower(), self._mesh)
+            return load_executable(content, lower(), self._mesh)
         except jax.errors.JaxRuntimeError as error:
             reason = shown(" ".join(str(error).split()))
             raise ConfigError(f"{path}: is no executable for these devices ({reason}); compile again") from error
-
-
-def _load(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:
-    """Builds a program from an executable; its shardings on the mesh are explicit, except for scalars."""
-    # JAX has no public way to call an executable that it did not compile. This follows the end of its
-    # `UnloadedMeshExecutable.from_hlo`, but reads the executable instead of compiling it.
-    from jax._src.interpreters import pxla
-
-    lowering: Any = lowered._lowering
-    facts = lowering.compile_args
-    effects = {name: facts[name] for name in ("ordered_effects", "unordered_effects", "host_callbacks", "mut")}
-    if any(effects.values()):
-        raise ValueError("a program with side effects cannot be loaded")
-    inputs, outputs = facts["global_in_avals"], facts["global_out_avals"]
-    layouts = [(None,) * len(avals) for avals in (inputs, outputs)]  # defaults
-    executable = pxla.UnloadedMeshExecutable(
-        xla_executable=facts["backend"].deserialize_executable(content, lowering._device_list),
-        device_list=lowering._device_list,
-        input_avals=inputs,
-        input_shardings=_explicit(facts["in_shardings"], inputs, mesh),
-        output_avals=outputs,
-        output_shardings=_explicit(facts["out_shardings"], outputs, mesh),
-        name=lowering._name,
-        xla_in_layouts=layouts[0],
-        dispatch_in_layouts=layouts[0],
-        xla_out_layouts=layouts[1],
-        pgle_profiler=None,
-        **{name: facts[name] for name in ("backend", "committed", "keepalive", "kept_var_idx", "all_args_info")},
-        **effects,
-    )
-    return jax.stages.Compiled(
-        executable.load(), lowering.const_args, lowered.args_info, lowered.out_tree, no_kwargs=True
-    )
-
-
-def _explicit(
-    shardings: Sequence[object], avals: Sequence[jax.core.ShapedArray], mesh: Mesh
-) -> list[jax.sharding.Sharding]:
-    """Returns the shardings, with missing ones of scalars filled in."""
-    are_open = [not isinstance(sharding, jax.sharding.Sharding) for sharding in shardings]
-    if any(is_open and aval.ndim for is_open, aval in zip(are_open, avals, strict=True)):
-        raise ValueError("an array of the program has no explicit sharding")
-    scalar = NamedSharding(mesh, P())
-    return [sharding if isinstance(sharding, jax.sharding.Sharding) else scalar for sharding in shardings]
