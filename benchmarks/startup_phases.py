@@ -13,7 +13,7 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
-_LIBRARIES = ("numpy", "jax", "flax.nnx", "optax", "grain", "orbax.checkpoint", "tensorboardX", "rich.console")
+_LIBRARIES = ("numpy", "jax", "flax.nnx", "optax", "grain", "tensorboardX", "rich.console")
 
 
 def main(output: str, began: str, *overrides: str) -> None:

@@ -23,7 +23,7 @@ settings.register_profile("maxbatch", deadline=None, derandomize=True, suppress_
 settings.load_profile("maxbatch")
 
 # Nothing of what the user's environment says to the code under test.
-_FOREIGN = ("MAXBATCH_", "JAX_", "LIBTPU_", "TPU_", "AWS_", "TENSORSTORE_", "STORAGE_EMULATOR_", "GCSFS_", "FSSPEC_")
+_FOREIGN = ("MAXBATCH_", "JAX_", "LIBTPU_", "TPU_", "AWS_", "STORAGE_EMULATOR_", "GCSFS_", "FSSPEC_")
 for _key in [key for key in os.environ if key.startswith(_FOREIGN)]:
     del os.environ[_key]
 os.environ["TERM"] = "xterm-256color"  # of a dumb one rich asks no width

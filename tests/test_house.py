@@ -120,6 +120,30 @@ def test_no_test_imports_a_private_name() -> None:
     assert not [path for path in (ROOT / "tests").rglob("*.py") if private.search(path.read_text())]
 
 
+def test_private_names_of_libraries_are_those_of_jax_in_one_module_and_of_pytest() -> None:
+    """JAX's, where it has no public ones: `tests/parallel/test_jax_internals.py` says what depends on them.
+
+    The plugin of pytest prints as pytest itself does, which has no public way either.
+    """
+    own = {"maxbatch", "tests", "benchmarks"}
+    importing = {
+        path.name
+        for room in own
+        for path in (ROOT / room).rglob("*.py")
+        for name in _imported_names(path)
+        if name.partition(".")[0] not in own and re.search(r"(^|\.)_(?!_)", name)
+    }
+    assert importing == {"jax_internals.py", "host_session.py", "merging.py"}
+
+
+def _imported_names(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
 @pytest.mark.parametrize("room", WALLS)
 def test_a_room_imports_the_sections_of_the_config_that_it_may_know(room: str) -> None:
     nodes = [node for tree in _trees(room) for node in ast.walk(tree)]

@@ -75,7 +75,7 @@ def newest_saved(config: Config) -> int | None:
     run_dir, directory = as_path(config.run_dir), config.local_checkpoint_directory
     steps = [last_saved(run_dir)]
     if directory:
-        from maxbatch.training.weights.shard_files import saved_here
+        from maxbatch.training.weights.local_files import saved_here
 
         steps.append(saved_here(directory, run_dir))
     return max((step for step in steps if step is not None), default=None)

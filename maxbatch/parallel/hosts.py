@@ -22,10 +22,12 @@ import jax
 
 from maxbatch.parallel.deaths import LastSaved
 from maxbatch.parallel.heartbeats import Heartbeats, backstop_of, leave
+from maxbatch.parallel.jax_internals import coordination
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import error_width, folded, printable
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # Errors of a computation from which another host has disappeared.
 _OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination")
@@ -118,13 +120,12 @@ def refuse_together(code: int, message: str) -> None:
 
 def _refusals(own: str) -> list[str]:
     """Exchanges the refusals of all hosts, "" for a host that accepts its config; touches no device."""
-    from jax._src.distributed import global_state
-
-    if (global_state.num_processes or 1) == 1:
+    state = coordination()
+    if (state.num_processes or 1) == 1:
         return [own]
     store = _store()
-    store.key_value_set(f"{_REFUSAL}{global_state.process_id}", own)
-    hosts = range(global_state.num_processes)
+    store.key_value_set(f"{_REFUSAL}{state.process_id}", own)
+    hosts = range(state.num_processes)
     return [store.blocking_key_value_get(f"{_REFUSAL}{host}", _LONGEST_WAIT_MS) for host in hosts]
 
 
@@ -207,24 +208,43 @@ def gather(value: T, channel: str = "") -> list[T]:
     return values
 
 
-def _store() -> Any:
-    # JAX has no public name for it; Orbax takes it from here as well.
-    from jax._src.distributed import global_state
+def report_to_first(value: T, act: Callable[[list[T]], R], channel: str) -> R:
+    """Hands the values of all hosts to the first one, and returns the result of its `act` on every host.
 
-    return global_state.client
+    Unlike those of `gather`, the values reach the first host alone, so they may be large.
+    """
+    if jax.process_count() == 1:
+        return act([value])
+    key, store = _CHANNELS.next_key(channel), _store()
+    store.key_value_set(f"{key}/{jax.process_index()}", json.dumps(value))
+    if not is_first():
+        told: R = json.loads(store.blocking_key_value_get(f"{key}/result", _LONGEST_WAIT_MS))
+        return told
+    values = [
+        json.loads(store.blocking_key_value_get(f"{key}/{host}", _LONGEST_WAIT_MS))
+        for host in range(jax.process_count())
+    ]
+    # Every host has written this value, so every host has read the result before.
+    if before := _CHANNELS.gathered(channel, key):
+        store.key_value_delete(before)
+    result = act(values)
+    for host in range(jax.process_count()):
+        store.key_value_delete(f"{key}/{host}")
+    store.key_value_set(f"{key}/result", json.dumps(result))
+    return result
+
+
+def _store() -> Any:
+    return coordination().client
 
 
 def _is_keeper() -> bool:
     """Returns whether this host keeps the store, before any device is touched."""
-    from jax._src.distributed import global_state
-
-    return bool(global_state.process_id == 0)
+    return bool(coordination().process_id == 0)
 
 
 def _address() -> str:
-    from jax._src.distributed import global_state
-
-    address = global_state.coordinator_address
+    address: str | None = coordination().coordinator_address
     assert address is not None, "the hosts have joined"
     return address
 

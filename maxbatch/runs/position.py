@@ -19,7 +19,7 @@ from maxbatch.system.storage import AnyPath, is_whole, subfolders
 _OWN_CHECKSUM = "json_checksum"
 OLD_BASE = "base"  # in the model's identity of old adapter checkpoints: the model that they adapt
 _OLD_FIELDS = {"position", "identity", "checksum", "hosts"}  # of JSON without a checksum over itself
-COMMITTED_FILE = "commit_success.txt"  # which Orbax writes last where folders cannot be renamed
+COMMITTED_FILE = "commit_success.txt"  # written last where folders cannot be renamed
 
 
 class BestEval(NamedTuple):

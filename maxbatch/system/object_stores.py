@@ -1,7 +1,6 @@
 """Clients of object stores: settings, retries, classified errors, requests conditional on a version.
 
-The packages of `maxbatch.system.stores` are used through fsspec. Orbax uses the same clients, so their settings are in
-fsspec's own configuration. TensorStore reads environment variables.
+The packages of `maxbatch.system.stores` are used through fsspec, in whose own configuration their settings are.
 """
 
 from __future__ import annotations
@@ -29,8 +28,6 @@ T = TypeVar("T")
 
 _LOOK_S = 0.25  # interval at which a waiting request checks for a request to stop
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
-# TensorStore's own pauses between tries of a request; it gives up after about five minutes.
-_TENSORSTORE_RETRIES = {"max_retries": 24, "initial_delay": "300ms", "max_delay": "16s"}
 _PASSING_CODES = {408, 425, 429, 500, 502, 503, 504}
 _PASSING_TYPES = (
     "ClientConnectionError", "ClientConnectorError", "ServerDisconnectedError", "ClientOSError", "ClientPayloadError",
@@ -39,7 +36,6 @@ _PASSING_TYPES = (
     "ResponseParserError", "ResponseStreamingError", "ServerTimeoutError", "SocketTimeoutError", "TransportError",
     "JSONDecodeError", "FlexibleChecksumError",  # truncated responses
 )  # fmt: skip
-_TENSORSTORE = re.compile(r"HTTP (?:response )?(?:code:? ?|status:? ?)?(4\d\d|5\d\d)")  # its exceptions only have text
 _PASSING_TEXT = re.compile(
     r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|SlowDown|reduce your request rate|ServiceUnavailable|InternalError|"
     r"RequestTimeout\b"
@@ -159,8 +155,6 @@ def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | Stor
     errors = chain(error)
     said = " ".join(f"{type(one).__name__}: {one}" for one in errors)
     code = next(filter(None, map(status_of, errors)), None)
-    if code is None and (told := _TENSORSTORE.search(said)):
-        code = int(told[1])
     if _CREDENTIALS.search(said) or code == 401:
         return StoreRefused(f"{url}: the credentials are missing, expired or wrong ({_short(error)}); "
                             f"{STORES[scheme].sign_in}")  # fmt: skip
@@ -214,7 +208,7 @@ def file_system(scheme: str) -> FileSystem:
 
 
 def configure() -> None:
-    """Configures the clients before they are made; the environment applies to all, TensorStore included."""
+    """Configures the clients before they are made."""
     from fsspec.config import conf
 
     for name in ("gcsfs", "s3fs", "aiobotocore", "botocore"):
@@ -223,14 +217,6 @@ def configure() -> None:
         settings = conf.setdefault(scheme, {})
         settings.setdefault("use_listings_cache", False)  # other processes write to the same folders
         store.configure(settings)
-
-
-def kvstore(url: str) -> dict[str, object]:
-    """Returns TensorStore's specification of a folder; `url` may have one slash after its scheme."""
-    configure()
-    scheme, _, rest = url.partition(":")
-    bucket, _, name = rest.lstrip("/").partition("/")
-    return STORES[scheme].kvstore(bucket, name, _TENSORSTORE_RETRIES)
 
 
 def _at(url: str) -> tuple[ObjectStore[FileSystem], tuple[FileSystem, str, str]]:

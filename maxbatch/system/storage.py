@@ -27,7 +27,7 @@ from maxbatch.system.stores import STORES
 from maxbatch.system.stores.store import MAX_REQUESTS, split
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeIs
+    from typing_extensions import Buffer, TypeIs
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/(/?)")
 _SCHEMES = " or ".join(f"{scheme}://" for scheme in STORES)
@@ -311,6 +311,33 @@ def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None)
         goal = target / path.relative_to(source).as_posix()
         goal.parent.mkdir(parents=True, exist_ok=True)
         goal.write_bytes(path.read_bytes())
+
+
+def fetch_tree(source: RemotePath, target: Path) -> None:
+    """Copies the objects below a folder of a store into a local one."""
+
+    def fetch(found: RemotePath) -> None:
+        file = target / found.relative_to(source)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(found.read_bytes())
+
+    _each([found for found, _ in source.files()], fetch)
+
+
+def write_parts(path: AnyPath, parts: Sequence[Buffer]) -> None:
+    """Writes a new file from buffers: an object by one request, a file of a disk synced.
+
+    Raises:
+      OSError: the file cannot be written, or is there on a disk.
+    """
+    if isinstance(path, RemotePath):
+        path.write_bytes(b"".join(parts))
+        return
+    with path.open("xb") as file:
+        for part in parts:
+            file.write(part)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def probe(folder: AnyPath) -> None:

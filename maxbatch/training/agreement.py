@@ -53,7 +53,7 @@ def _machine() -> dict[str, str]:
     found = versions(devices[0].platform)
     found.pop("cpu", None)  # every host compiles for its own CPU
     found["source of maxbatch"] = found.pop("source")
-    found |= {name: importlib.metadata.version(name) for name in ("maxbatch", "orbax-checkpoint")}
+    found["maxbatch"] = importlib.metadata.version("maxbatch")
     flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OF_A_PLACE))
     return {
         **found,

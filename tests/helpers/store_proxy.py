@@ -2,7 +2,7 @@
 
 It serialises the writes to one object and answers 412 itself, for generation preconditions (which the emulator of GCS
 ignores) and for If-Match and If-None-Match alike. To an object of GCS that is read it adds the header with its
-generation, which the emulator leaves out and TensorStore asks for. `POST /__plan__` takes a plan (JSON, the fields of
+generation, which the emulator leaves out. `POST /__plan__` takes a plan (JSON, the fields of
 `Plan`), `GET /__log__` returns the requests since the last `DELETE /__log__`: [seconds, method, path, bytes, status];
 the bytes are those of the body that was sent, or of a GET those that came.
 """

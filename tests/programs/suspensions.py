@@ -22,7 +22,6 @@ from collections import Counter
 from pathlib import Path
 
 from maxbatch.runs.position import committed_steps
-from maxbatch.system.fences import BUILDING
 from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import as_path
 
@@ -144,9 +143,9 @@ class Suspensions:
         names = set[str]()
         with contextlib.suppress(FileNotFoundError):  # also where it vanishes while it is listed
             names = {path.name for path in (there / "checkpoints").iterdir()}
-        found["staging"] = sorted(name for name in names if name.startswith(BUILDING))
+        found["done"] = done = committed_steps(there)
+        found["staging"] = sorted(names - set(map(str, done)))
         found["checkpoint"] = sorted(names)
-        found["done"] = committed_steps(there)
         return found
 
     def check_checkpoints(self) -> None:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import tensorstore as ts
 
 from maxbatch.system import object_stores, remote_path
 from maxbatch.system.atomic_files import write_atomically, writing_atomically
@@ -251,15 +250,3 @@ def test_preconditions_hold_at_the_proxy(store: Store) -> None:
     assert newer and path.write_if(b"late", version) is None
     assert path.read_version(1 << 16) == (b"renewed", newer)
     assert not path.unlink_if(version) and path.unlink_if(newer) and not path.exists()
-
-
-def test_what_tensorstore_reads_through_the_proxy_has_its_generation(gs: Store) -> None:
-    """As in Google's store; without it a write that has to be made again fails for good."""
-    url = gs.bucket() + "/manifest"
-    as_path(url).write_bytes(b"one")
-    bucket, _, name = url.removeprefix("gs://").partition("/")
-    store = ts.KvStore.open({"driver": "gcs", "bucket": bucket, "path": ""}).result()
-    read = store.read(name).result()
-    assert read.value == b"one"
-    assert store.write(name, b"two", if_equal=read.stamp.generation).result().generation
-    assert as_path(url).read_bytes() == b"two"

@@ -89,8 +89,10 @@ def damage(checkpoint: Path, rng: random.Random) -> None:
     """Flips, cuts, doubles, swaps, removes or replaces one file of a checkpoint."""
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file())
     file, other = rng.choice(files), rng.choice(files)
-    content, others = file.read_bytes(), other.read_bytes()
     kind = rng.choice(("flip", "flip", "cut", "double", "swap", "copy", "delete", "folder", "older"))
+    if kind in ("flip", "cut"):  # one that has content
+        file = rng.choice([path for path in files if path.stat().st_size])
+    content, others = file.read_bytes(), other.read_bytes()
     if kind == "flip":
         place = rng.randrange(8 * len(content))
         changed = bytearray(content)

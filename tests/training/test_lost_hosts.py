@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.training.weights.shard_files import run_name
+from maxbatch.training.weights.local_files import run_name
 from tests.helpers.command import environment, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import SAME, TINY_RUN, assert_same_run, read_metrics
@@ -130,7 +130,7 @@ def swap_the_disks(disks: Path) -> None:
 
 def flip_bits(disks: Path) -> None:
     """Of the own blocks of the second host; its neighbour has copies of them."""
-    for file in (disks / "1").rglob("blocks.bin"):
+    for file in (disks / "1").rglob("blocks-*.bin"):
         content = bytearray(file.read_bytes())
         content[100] ^= 4
         file.write_bytes(content)

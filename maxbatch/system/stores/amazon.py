@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import re
 from collections.abc import Mapping
 from typing import Any, Protocol
@@ -34,22 +33,6 @@ class Amazon:
     def configure(self, conf: dict[str, object]) -> None:
         pool = {"max_pool_connections": MAX_REQUESTS}
         conf.setdefault("config_kwargs", {"connect_timeout": CONNECT_S, "read_timeout": READ_S, **pool})
-        for key, variable in (("key", "AWS_ACCESS_KEY_ID"), ("secret", "AWS_SECRET_ACCESS_KEY")):
-            if key in conf:  # FSSPEC_S3_KEY: TensorStore reads only the other name
-                os.environ.setdefault(variable, str(conf[key]))
-
-    def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
-        from fsspec.config import conf
-
-        environment = os.environ
-        region = environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or "us-east-1"
-        found: dict[str, object] = {"driver": "s3", "bucket": bucket, "path": name, "aws_region": region}
-        stated = conf.get("s3", {}).get("endpoint_url")
-        if endpoint := stated or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL"):
-            found["endpoint"] = endpoint
-        if environment.get("AWS_ACCESS_KEY_ID"):  # looking for profiles too would print errors if there are none
-            found["aws_credentials"] = {"type": "environment"}
-        return found | {"s3_request_retries": retries}
 
     def version(self, files: S3Files, bucket: str, name: str) -> str:
         return str(files.call_s3("head_object", Bucket=bucket, Key=name)["ETag"])

@@ -34,20 +34,13 @@ class Google:
     make_bucket = "gcloud storage buckets create gs://"
 
     def configure(self, conf: dict[str, object]) -> None:
-        emulator = os.environ.get("STORAGE_EMULATOR_HOST", "")
-        if emulator:
-            emulator = emulator if "://" in emulator else f"http://{emulator}"
-            os.environ.setdefault("TENSORSTORE_GCS_HTTP_URL", emulator.rstrip("/"))
-            os.environ.setdefault("GOOGLE_AUTH_TOKEN_FOR_TESTING", "anonymous")
+        if os.environ.get("STORAGE_EMULATOR_HOST"):
             os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
             conf.setdefault("token", "anon")
         if "requests_timeout" not in conf and importlib.util.find_spec("aiohttp"):
             import aiohttp
 
             conf["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
-
-    def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
-        return {"driver": "gcs", "bucket": bucket, "path": name, "gcs_request_retries": retries}
 
     def version(self, files: GoogleFiles, bucket: str, name: str) -> str:
         return str(_facts(files, bucket, name)["generation"])

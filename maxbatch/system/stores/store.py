@@ -44,9 +44,6 @@ class ObjectStore(Protocol[Files]):
     def configure(self, conf: dict[str, object]) -> None:
         """Completes fsspec's settings of the scheme, and the environment, before a client is made."""
 
-    def kvstore(self, bucket: str, name: str, retries: dict[str, object]) -> dict[str, object]:
-        """Returns TensorStore's specification of a folder; `retries` sets its pauses between tries."""
-
     def version(self, files: Files, bucket: str, name: str) -> str:
         """Returns the version of an object; raises FileNotFoundError if there is none."""
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 from flax import nnx
 
 from maxbatch.config.config import Config
@@ -27,10 +26,11 @@ from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import State, TreeOf
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath, as_path, is_remote, missing_folder
+from maxbatch.system.storage import AnyPath, as_path, missing_folder
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
-from maxbatch.training.weights.orbax_files import OTHER_ARRAYS, arrays_handler, plain_path, read_arrays, restore_as
+from maxbatch.training.weights.shard_files import OTHER_ARRAYS
+from maxbatch.training.weights.shards import read_item, read_together
 
 _ITEMS = ("params", "opt_state", "position")
 _GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugging Face folder (config.json)"
@@ -142,28 +142,15 @@ class StoredCheckpoint:
 
     def check_shapes(self, abstract_params: State, key: str = "load_parameters_path") -> None:
         """Raises ConfigError, naming `key`, if shapes differ from the model's."""
-        shapes = self._shapes()
+        stored = self.record.parameters or {}  # None in old checkpoints, which are compared on reading
         for keys, x in jax.tree.leaves_with_path(abstract_params):
             name = parameter_name(keys)
-            there = shapes.get(name, x.shape)
+            there = stored[name].shape if name in stored else x.shape
             if there != x.shape:
                 raise self._misfit(f"{name} is {there} there, {x.shape} here", key)
-        if self.record.parameters is not None:
-            wanted = {parameter_name(keys) for keys, _ in jax.tree.leaves_with_path(abstract_params)}
-            for name in sorted(wanted ^ shapes.keys()):
-                raise self._misfit(f"{name} is only {'there' if name in shapes else 'here'}", key)
-
-    def _shapes(self) -> dict[str, tuple[int, ...]]:
-        if self.record.parameters is not None:
-            return {name: stored.shape for name, stored in self.record.parameters.items()}
-        if is_remote(self.folder):
-            return {}
-        try:
-            stored = arrays_handler().metadata(self.folder / "params")
-        except (OSError, ValueError, KeyError):
-            return {}  # damaged; reading it raises the details
-        # Orbax stores a parameter as a dict with the single entry "value".
-        return {parameter_name(keys[:-1]): tuple(x.shape) for keys, x in jax.tree.leaves_with_path(stored.tree)}
+        wanted = {parameter_name(keys) for keys, _ in jax.tree.leaves_with_path(abstract_params)}
+        for name in sorted(wanted ^ stored.keys()) if stored else ():
+            raise self._misfit(f"{name} is only {'there' if name in stored else 'here'}", key)
 
     def _misfit(self, why: str, key: str = "load_parameters_path") -> ConfigError:
         return ConfigError(f"{key}={self._path}: its parameters do not fit this model ({why})")
@@ -223,10 +210,7 @@ class StoredCheckpoint:
         return state._replace(average=average)
 
     def _restore(self, item: str, abstract: TreeOf, partial: bool = False) -> TreeOf:
-        args = restore_as(abstract, partial)
-        found: TreeOf | None
-        with plain_path(self.folder) as folder, ocp.Checkpointer(arrays_handler()) as checkpointer:
-            found, damage = read_arrays(lambda: checkpointer.restore(folder / item, args=args), self.folder)
+        found, damage = read_together(lambda: read_item(self.folder / item, abstract, partial), self.folder)
         if damage and OTHER_ARRAYS in damage:
             raise self._other_arrays(item, damage)
         if damage or found is None:

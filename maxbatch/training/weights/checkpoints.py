@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import secrets
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
-from orbax.checkpoint.options import AsyncOptions, AtomicityMode, AtomicityOptions, MultiprocessingOptions
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.keys import Fixes
@@ -27,22 +26,13 @@ from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import shown
 from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
-from maxbatch.runs.position import (
-    OLD_BASE,
-    CheckpointRecord,
-    DamagedError,
-    Position,
-    committed_steps,
-    is_committed,
-    read_record,
-)
+from maxbatch.runs.position import OLD_BASE, CheckpointRecord, DamagedError, Position, committed_steps, read_record
 from maxbatch.system.bounded import read_json
-from maxbatch.system.errors import ConfigError, LeaseLost, reading, writing
-from maxbatch.system.fences import BUILDING, ask
-from maxbatch.system.patience import patience
-from maxbatch.system.storage import AnyPath, is_remote, move_tree, probe, remove_tree, subfolders
+from maxbatch.system.errors import ConfigError, reading, writing
+from maxbatch.system.storage import AnyPath, move_tree
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.state import TrainState
+from maxbatch.training.weights.checkpoint_writing import Save, remove_unfinished
 from maxbatch.training.weights.checksums import (
     CHECKSUMS,
     array_checksums,
@@ -51,19 +41,10 @@ from maxbatch.training.weights.checksums import (
     lower_checksums,
     stored_parameters,
 )
-from maxbatch.training.weights.orbax_files import (
-    COMMIT_S,
-    OTHER_ARRAYS,
-    arrays_handler,
-    os_error,
-    plain_path,
-    read_arrays,
-    restore_as,
-    staged_below,
-)
 from maxbatch.training.weights.origin import RunOrigin
+from maxbatch.training.weights.shard_files import OTHER_ARRAYS
+from maxbatch.training.weights.shards import read_item, read_together
 
-_POLL_S, _LOOK_S = 0.05, 10.0
 _MOST_AHEAD_BYTES = 4 << 30
 
 
@@ -123,58 +104,15 @@ class Checkpoints:
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
-        self._is_remote = is_remote(self._run_dir)  # there Orbax removes no leftovers, and retries for minutes
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
         self.origin: RunOrigin[Any] | None = None
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
-        self._opened: ocp.CheckpointManager | None = None
+        self._steps: set[int] | None = None  # saved or being saved, once the first save begins
+        self._token = ""  # this start's own
+        self._thread = ThreadPoolExecutor(1, "maxbatch-checkpoint")
+        self._under_way: tuple[Save, Future[None]] | None = None
         self._started = self._saved = 0  # step of the last save begun; last step known to be saved
-        self._stack = contextlib.ExitStack()
-
-    @property
-    def _manager(self) -> ocp.CheckpointManager:
-        """Orbax's manager, opened on first use, so that a refused run never starts its threads."""
-        self._opened = self._opened or self._open()
-        return self._opened
-
-    def _open(self) -> ocp.CheckpointManager:
-        self._folder.mkdir(exist_ok=True)
-        in_store = self._is_remote
-        # Folders of an object store cannot be renamed; a file written last marks a whole one.
-        staged = None
-        if in_store:
-            staged = staged_below(self._folder, broadcast(partial(secrets.token_hex, 8)))
-        mode = AtomicityMode.COMMIT_FILE if in_store else AtomicityMode.AUTO
-        # Name the hosts; otherwise Orbax synchronises them by a program on all devices. Another thread, such as
-        # reinforcement learning's sampler, may run programs there too, in different orders on different hosts.
-        hosts = set(range(jax.process_count()))
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep,
-            create=False,  # exists already
-            multiprocessing_options=MultiprocessingOptions(active_processes=hosts),
-            cleanup_tmp_directories=not in_store,
-            enable_async_checkpointing=True,
-            lightweight_initialize=in_store,  # otherwise reads an object of every checkpoint, for unused times
-            atomicity_options=AtomicityOptions(mode=mode),
-            temporary_path_class=staged,
-            async_options=AsyncOptions(timeout_secs=COMMIT_S),
-        )
-        handlers = {name: arrays_handler() for name in ("params", "opt_state", "average")}
-        handlers["position"], handlers["ahead"] = ocp.JsonCheckpointHandler(), ocp.JsonCheckpointHandler()
-        path = self._stack.enter_context(plain_path(self._folder))
-        manager = ocp.CheckpointManager(path, options=options, item_handlers=handlers)
-        return self._stack.enter_context(contextlib.closing(manager))
-
-    def _remove_unfinished(self) -> None:
-        """Removes remains of other starts' checkpoints from an object store.
-
-        Staging folders go first, so that a suspended start cannot continue to copy.
-        """
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(subfolders(self._folder), key=lambda name: not name.startswith(BUILDING)):
-                if name.startswith(BUILDING) or not is_committed(self._folder / name):
-                    remove_tree(self._folder / name)
 
     def compile(self, abstract: TrainState, background: Background, make: MakeExecutable = compile_here) -> None:
         """Starts compiling the programs of a save, ahead of the first one."""
@@ -190,8 +128,7 @@ class Checkpoints:
         """
 
         def look() -> dict[str, Any] | None:
-            if self._is_remote:
-                self._remove_unfinished()
+            remove_unfinished(self._folder)
             records = (self._look(step)[1] for step in committed_steps(self._run_dir))
             return next(filter(None, records), None)
 
@@ -271,12 +208,13 @@ class Checkpoints:
         self, record: CheckpointRecord, abstract: TrainState, make: MakeExecutable
     ) -> tuple[Any, str | None]:
         """Returns the state, or None and its damage on one of the hosts."""
-        step = record.position.step
-        items = ocp.args.Composite(**{name: restore_as(part) for name, part in _items(abstract)})
-        restored, damage = read_arrays(lambda: self._manager.restore(step, args=items), self._folder / str(step))
+        folder = self._folder / str(record.position.step)
+        restored, damage = read_together(
+            lambda: {name: read_item(folder / name, part) for name, part in _items(abstract)}, folder
+        )
         if restored is None:
             return None, damage
-        state = TrainState(**{name: restored[name] for name, _ in _items(abstract)})
+        state = TrainState(**restored)  # type: ignore[arg-type]  # each item has the type of its part
         damage = self.damage_of(record, state, abstract, make)
         return (None, damage) if damage else (state, None)
 
@@ -304,13 +242,11 @@ class Checkpoints:
         return ahead, None
 
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
-        self.close()
-
         def move() -> str:
             target = self._run_dir / "checkpoints-damaged" / str(step)
             while target.exists():
                 target = target.with_name(target.name + "+")
-            with self._writing():
+            with writing(self._folder):
                 target.parent.mkdir(exist_ok=True)
                 move_tree(self._folder / str(step), target)
             return str(target)
@@ -333,14 +269,20 @@ class Checkpoints:
           ConfigError: the folder cannot be written.
         """
         record = self.record_of(state, position, ahead)
-        with self._writing():
-            items = {name: ocp.args.PyTreeSave(part) for name, part in _items(state)}
-            items["position"] = ocp.args.JsonSave(record.to_json())
-            if ahead is not None:
-                items["ahead"] = ocp.args.JsonSave({"ahead": ahead})
-            self._wait()
-            self._manager.save(position.step, args=ocp.args.Composite(**items))
-            self._started, self._saved = position.step, self._started  # Orbax waited for the previous save
+        small = {"position": json.dumps(record.to_json())}
+        if ahead is not None:
+            small["ahead"] = json.dumps({"ahead": ahead})
+        self._wait()
+        if self._steps is None:
+            with writing(self._folder):
+                self._folder.mkdir(exist_ok=True)
+            self._token = broadcast(partial(secrets.token_hex, 4))
+            self._steps = set(broadcast(partial(committed_steps, self._run_dir)))
+        steps = sorted(self._steps | {position.step})
+        old = steps[: -self._keep] if self._keep else []
+        save = Save(self._folder, self._token, position.step, dict(_items(state)), small, old)
+        self._under_way = save, self._thread.submit(save.run)
+        self._started, self._steps = position.step, set(steps) - set(old)
 
     def record_of(self, state: TrainState, position: Position, ahead: str | None = None) -> CheckpointRecord:
         """Returns the record of a state with its checksums; all hosts must call it."""
@@ -357,62 +299,33 @@ class Checkpoints:
 
     def has(self, step: int) -> bool:
         """Returns whether this step is saved or being saved."""
-        return step in (self._opened.all_steps() if self._opened else committed_steps(self._run_dir))
+        return step in (committed_steps(self._run_dir) if self._steps is None else self._steps)
+
+    def _wait(self) -> None:
+        """Waits for the last save; raises as `save` does."""
+        if self._under_way is None:
+            return
+        (save, written), self._under_way = self._under_way, None
+        try:
+            written.result()
+        except BaseException:
+            if not save.may_be_committed:
+                self._started = self._saved
+            raise
+        self._saved = self._started
 
     def close(self) -> None:
         """Waits for the last save to commit; raises as `save` does."""
-        with self._writing():
+        try:
             self._wait()
-            if self._opened:
-                self._opened = None
-                self._stack.close()
-                self._saved = self._started
+        finally:
+            self._thread.shutdown()
 
     @property
     def fate(self) -> str:
         """The newest saved step, for messages."""
-        with contextlib.suppress(Exception):  # a failed save is reported elsewhere
-            if self._opened and not self._opened.is_saving_in_progress():
-                self._opened.wait_until_finished()  # raises its thread's error; check_for_errors does not
-                self._saved = self._started
-        saved = f"step {self._saved}" if self._saved else "nothing"
-        return f"{saved} is saved" + ("" if self._started == self._saved else f", and perhaps step {self._started}")
-
-    def _wait(self) -> None:
-        """Waits for the last save. If it takes long, probes the store, and gives up if writes fail.
-
-        TensorStore retries writes to a full or closed bucket for minutes.
-        """
-        looked_at = time.monotonic()
-        while self._is_remote and self._opened and self._opened.is_saving_in_progress():
-            time.sleep(_POLL_S)
-            if time.monotonic() < looked_at + _LOOK_S and not patience().gave_up:
-                continue
-            probe(self._run_dir)
-            looked_at = time.monotonic()
-        if self._is_remote and self._opened:
-            self._opened.wait_until_finished()
-            self._saved = self._started
-
-    def _give_up(self) -> None:
-        """Abandons the threads of a save to a failing store, silently."""
-        if self._is_remote:
-            self._opened = None
-            self._stack.pop_all()
-            patience().leave_behind()
-
-    @contextlib.contextmanager
-    def _writing(self) -> Iterator[None]:
-        try:
-            yield
-        except Exception as error:
-            if failure := os_error(error, self._folder):
-                self._give_up()
-                with writing(self._folder):
-                    raise failure from error
-            try:
-                ask(str(self._folder / "a checkpoint"))
-            except LeaseLost:  # the failure may come from the folder's new holder
-                self._give_up()
-                raise
-            raise
+        if self._under_way and self._under_way[1].done():
+            with contextlib.suppress(Exception):  # a failed save is reported elsewhere
+                self._wait()
+        saved = f"step {self._saved} is saved" if self._saved else "nothing is saved"
+        return saved if self._started == self._saved else f"{saved}, and perhaps step {self._started}"

@@ -4,10 +4,6 @@ Every host writes the blocks on its devices to its own folder, `DIRECTORY/RUN/ho
 several slices: no other slice) holds a block, the next one keeps a second copy, sent through the devices. A state is
 usable only if the hosts of a restart have all its blocks together, so all hosts commit it or none does; the mesh and
 the hosts that wrote it do not matter. Hosts send each other missing blocks.
-
-Orbax's `experimental.emergency.CheckpointManager` is not used, because it needs a mesh axis with at least two whole
-replicas, and restores only onto the same mesh, hosts and devices. Plain files with checksums have no such limits, and
-work on simulated hosts.
 """
 
 from __future__ import annotations
@@ -37,23 +33,26 @@ from maxbatch.system.storage import AnyPath, as_path, remove_tree
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
-from maxbatch.training.weights.shard_files import (
-    ArrayForm,
-    Spans,
+from maxbatch.training.weights.local_files import (
     StoredPart,
-    block_name,
-    block_of,
-    bytes_of,
     forget_whole,
-    missing_array,
     note_whole,
-    read_blocks,
     read_part,
     run_name,
-    sides,
     state_folders,
     write_part,
 )
+from maxbatch.training.weights.shard_files import (
+    ArrayForm,
+    Spans,
+    block_of,
+    bytes_of,
+    cut,
+    missing_array,
+    read_blocks,
+    sides,
+)
+from maxbatch.training.weights.shards import assembled, blocks_here, common, forms_of, spans_of
 
 _MOST_SENT = 64 << 20  # bytes per transfer from one host to the others
 
@@ -117,7 +116,9 @@ class LocalCheckpoints:
             except DamagedError as error:
                 torn[int(folder.name)] = str(error)
         self._parts = parts
-        offers: list[list[Any]] = gather([[part.record.to_json(), part.forms, sorted(part.places)] for part in parts])
+        offers: list[list[Any]] = gather(
+            [[part.record.to_json(), part.arrays.forms, sorted(part.arrays.places)] for part in parts]
+        )
         for host, steps in enumerate(gather(torn)):
             self._damages |= {int(step): f"{why} on host {host}" for step, why in steps.items()}
         offers = [[one for one in offered if self._is_own(CheckpointRecord.from_json(one[0]))] for offered in offers]
@@ -169,9 +170,9 @@ class LocalCheckpoints:
     def _read(self, state: LocalState, abstract: TrainState) -> tuple[TrainState | None, str | None]:
         """Returns the arrays, or None and their damage."""
         leaves, tree = jax.tree.flatten(abstract)
-        if _forms(abstract) != state.forms:
+        if forms_of(abstract) != state.forms:
             return None, "its arrays are those of another optimizer"
-        mine = [part for part in self._parts if _key(part.record, part.forms) == _key(state.record, state.forms)]
+        mine = [part for part in self._parts if _key(part.record, part.arrays.forms) == _key(state.record, state.forms)]
         here, blocks = jax.process_index(), dict[str, np.ndarray]()
         wanted = _wanted(leaves, set[str]().union(*state.held), len(state.held))
         while True:
@@ -179,7 +180,9 @@ class LocalCheckpoints:
                 return None, f"no host has a sound copy of {name}"
             sent = _senders(wanted, state.held)
             needed = {name for name in (wanted[here] & state.held[here]) | sent[here] if name not in blocks}
-            blocks |= read_blocks(mine, needed)
+            for part in mine:  # the first sound copy
+                left = needed - blocks.keys()
+                blocks |= read_blocks(part.arrays, left & part.arrays.places.keys())[0]
             bad = [set(names) for names in gather(sorted(needed - blocks.keys()))]
             if not any(bad):
                 break
@@ -196,7 +199,7 @@ class LocalCheckpoints:
         for name, block in blocks.items():
             array, spans = block_of(name)
             by_array[array].append((spans, block))
-        made = [_assembled(leaf, by_array[array]) for array, leaf in enumerate(leaves)]
+        made = [assembled(leaf, by_array[array]) for array, leaf in enumerate(leaves)]
         arrays: TrainState = jax.tree.unflatten(tree, made)
         return arrays, None
 
@@ -215,7 +218,7 @@ class LocalCheckpoints:
                 f"removed; training goes on from step {step}"
             )
         gather(None)  # wait until hosts that share the path have read what they need
-        foreign = {part.folder for part in self._parts if not self._identity.wrote(part.record.run_id)}
+        foreign = {part.arrays.folder for part in self._parts if not self._identity.wrote(part.record.run_id)}
         for folder in state_folders(self._folder):
             if int(folder.name) > step or folder in foreign:
                 remove_tree(folder)
@@ -247,13 +250,13 @@ class LocalCheckpoints:
         self.settle()
         record = self._checkpoints.record_of(state, position)
         leaves = jax.tree.leaves(state.saved)
-        blocks = _blocks_here(leaves)
+        blocks = blocks_here(leaves, of_all_hosts=False)
         programs = {array: program.result() for array, program in self._passing.items()}
         gather(None)  # so that no host waits inside a program that another still compiles
         for array, program in programs.items():
             sent = program(leaves[array])
             blocks |= {name: x for name, x in _received(array, leaves[array], sent) if name not in blocks}
-        folder, forms = self._own / str(position.step), _forms(state.saved)
+        folder, forms = self._own / str(position.step), forms_of(state.saved)
         self._written = position.step, self._writer.submit(write_part, folder, record, forms, blocks)
 
     def settle(self) -> None:
@@ -300,28 +303,6 @@ def _key(record: CheckpointRecord, forms: Iterable[ArrayForm]) -> str:
     return f"{record.to_json()['json_checksum']} {tuple(forms)}"
 
 
-def _forms(state: TrainState) -> tuple[ArrayForm, ...]:
-    leaves = jax.tree.leaves_with_path(state)
-    return tuple(ArrayForm(jax.tree_util.keystr(path), tuple(x.shape), str(x.dtype)) for path, x in leaves)
-
-
-def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
-    bounds = (one.indices(size) for one, size in zip(index, shape, strict=True))
-    return tuple((first, last) for first, last, _ in bounds)
-
-
-def _blocks_here(leaves: Iterable[jax.Array]) -> dict[str, np.ndarray]:
-    """Copies the blocks on this host's devices, each once."""
-    shards = {
-        block_name(array, _spans(shard.index, leaf.shape)): shard.data
-        for array, leaf in enumerate(leaves)
-        for shard in leaf.addressable_shards
-    }
-    for data in shards.values():
-        data.copy_to_host_async()
-    return {name: np.array(data) for name, data in shards.items()}
-
-
 # --- second copies ---
 
 
@@ -337,7 +318,7 @@ def _needs_a_copy(leaf: Any) -> bool:
     unit = slice_of if num_slices(devices) > 1 else _host
     holders: dict[Spans, set[int]] = defaultdict(set)
     for device, index in leaf.sharding.devices_indices_map(leaf.shape).items():
-        holders[_spans(index, leaf.shape)].add(unit(device))
+        holders[spans_of(index, leaf.shape)].add(unit(device))
     has_others = len({unit(device) for device in devices}) > 1
     return has_others and any(len(found) < 2 for found in holders.values())
 
@@ -378,7 +359,7 @@ def _received(array: int, leaf: jax.Array, sent: jax.Array) -> Iterator[tuple[st
     sources = {after: devices[place] for place, after in enumerate(_next_places(sharding))}
     for shard in sent.addressable_shards:
         source = sources[devices.index(shard.device)]
-        yield block_name(array, _spans(indices[source], leaf.shape)), np.array(shard.data)[0]
+        yield from cut(array, spans_of(indices[source], leaf.shape), np.array(shard.data)[0])
 
 
 # --- other hosts, and another mesh ---
@@ -393,21 +374,15 @@ def _wanted(leaves: Iterable[jax.ShapeDtypeStruct], names: Iterable[str], num_ho
     wanted = [set[str]() for _ in range(num_hosts)]
     for array, leaf in enumerate(leaves):
         targets = {
-            (device.process_index, _spans(index, leaf.shape))
+            (device.process_index, spans_of(index, leaf.shape))
             for device, index in leaf.sharding.devices_indices_map(leaf.shape).items()
         }
         for host, target in targets:
             if target in blocks[array]:  # same mesh as before
                 wanted[host].add(blocks[array][target])
             else:
-                wanted[host].update(name for spans, name in blocks[array].items() if _common(spans, target) is not None)
+                wanted[host].update(name for spans, name in blocks[array].items() if common(spans, target) is not None)
     return wanted
-
-
-def _common(one: Spans, other: Spans) -> Spans | None:
-    """Returns the intersection of two rectangles; None if empty."""
-    both = tuple((max(a[0], b[0]), min(a[1], b[1])) for a, b in zip(one, other, strict=True))
-    return both if all(first < last for first, last in both) else None
 
 
 def _senders(wanted: list[set[str]], held: list[set[str]]) -> list[set[str]]:
@@ -447,23 +422,3 @@ def _sent(
 
 def _size(name: str) -> int:
     return int(np.prod(sides(block_of(name)[1]), dtype=np.int64))
-
-
-def _assembled(leaf: jax.ShapeDtypeStruct, blocks: Iterable[tuple[Spans, np.ndarray]]) -> jax.Array:
-    """Builds an array from blocks that cover this host's shards."""
-    made: dict[Spans, np.ndarray] = {}
-
-    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
-        target = _spans(index or (), leaf.shape)
-        if target not in made:
-            made[target] = np.empty(sides(target), leaf.dtype)
-            for spans, block in blocks:
-                if (common := _common(spans, target)) is not None:
-                    made[target][_within(common, target)] = block[_within(common, spans)]
-        return made[target]
-
-    return jax.make_array_from_callback(leaf.shape, leaf.sharding, shard)
-
-
-def _within(part: Spans, whole: Spans) -> tuple[slice, ...]:
-    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))

@@ -1,39 +1,45 @@
-"""Files of one host's part of a local checkpoint: blocks of arrays, with positions and checksums; no JAX.
+"""Files of a state: blocks of its arrays, on a disk or in an object store, and their indices; no JAX.
 
-A block is a rectangle of an array, the shard of one device. Its name, such as `3:0-16,0-64`, gives the array's index in
-the state, and the first and the last index, exclusive, of each dimension.
+A block is a rectangle of an array whose values are adjacent in the memory of one device: its shard, or rows of it. Its
+name, such as `3:0-16,0-64`, gives the array's index in the state, and the first and the last index, exclusive, of each
+dimension. Data files hold blocks one after another. An index (JSON) names the arrays, and each block's file, offset and
+CRC-32; it carries a checksum over itself.
 """
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import json
 import math
-import os
-import secrets
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from typing import Any, NamedTuple
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
 
-from maxbatch.runs.position import CheckpointRecord, DamagedError
+from maxbatch.runs.position import DamagedError
 from maxbatch.system import bounded
-from maxbatch.system.atomic_files import writing_atomically
-from maxbatch.system.fences import BUILDING
-from maxbatch.system.storage import AnyPath, as_path, remove_tree
+from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.storage import AnyPath, file_sizes, read_range, write_parts
 
-_JSON, _BLOCKS, _WHOLE = "state.json", "blocks.bin", "newest-whole"
-_ALIGNED = 64  # bytes, so that blocks are read into whole cache lines
+INDEX = "index.json"  # of the arrays in a folder
 _THREADS = 4
-_MOST_BYTES = 64 << 20  # of the JSON
-_MOST_DIGITS = 20  # of a step
+_MOST_BLOCK = 16 << 20  # bytes; a reader of a part of an array reads whole blocks
+_MOST_READ = 32 << 20  # bytes of neighbouring blocks read by one request
+_MOST_FILE = 64 << 20  # bytes, which one request writes to a store
+_MOST_INDEX = 64 << 20  # bytes
+_ONLY_FILE = "blocks.bin"  # of local checkpoints made before indices named their files
+DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing or of another kind
 
 Spans = tuple[tuple[int, int], ...]
+Files = dict[str, list[tuple[str, int, int]]]  # by data file: name, offset and CRC-32 of its blocks
+OTHER_ARRAYS = "its arrays are those of another model or optimizer"
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class ArrayForm(NamedTuple):
@@ -45,69 +51,25 @@ class ArrayForm(NamedTuple):
 
 
 class Place(NamedTuple):
-    """The place of a block in its file, and the checksum of its bytes."""
+    """The place of a block, and the checksum of its bytes."""
 
+    file: str  # beside the index
     offset: int
     checksum: int
 
 
-class StoredPart(NamedTuple):
-    """The part of a state that one host keeps."""
+class StoredArrays(NamedTuple):
+    """Arrays, or parts of them, in data files of one folder."""
 
-    folder: Path
-    record: CheckpointRecord
+    folder: AnyPath
     forms: tuple[ArrayForm, ...]
     places: Mapping[str, Place]  # by the name of the block
+    sizes: Mapping[str, int]  # bytes of the files that are there
 
-    def read(self, name: str) -> np.ndarray | None:
-        """Reads a block; None if it is damaged."""
+    def num_bytes(self, name: str) -> int:
+        """Returns the size of a block."""
         array, spans = block_of(name)
-        shape, dtype = sides(spans), np.dtype(self.forms[array].dtype)
-        place, size = self.places[name], math.prod(shape) * dtype.itemsize
-        try:
-            content = np.fromfile(self.folder / _BLOCKS, np.uint8, size, offset=place.offset)
-        except OSError:
-            return None
-        if len(content) != size or zlib.crc32(content.data) != place.checksum:
-            return None
-        return content.view(dtype).reshape(shape)
-
-
-def run_name(run_dir: AnyPath) -> str:
-    """Returns the name of the folder of a run's states."""
-    return f"run-{hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=8).hexdigest()}"
-
-
-def state_folders(folder: Path) -> Iterator[Path]:
-    """Yields the folders of states in a run's folder, of this host and others that share the path."""
-    for host in folder.glob("host-*"):
-        yield from (state for state in host.iterdir() if state.name.isdecimal())
-
-
-def note_whole(host: Path, step: int) -> None:
-    """Records in a host's folder that all hosts of its run have a whole state together.
-
-    The note is only for messages. On a full disk the previous note, of an older state, is kept.
-    """
-    with contextlib.suppress(OSError), writing_atomically(host / _WHOLE) as file:
-        file.write(str(step).encode())
-
-
-def forget_whole(folder: Path) -> None:
-    """Removes the notes of `note_whole` from a run's folder, including those of lost hosts."""
-    for note in folder.glob(f"host-*/{_WHOLE}"):
-        note.unlink(missing_ok=True)
-
-
-def saved_here(directory: str, run_dir: AnyPath) -> int | None:
-    """Returns the newest step known to be whole in local checkpoints, or None.
-
-    Folders of states are no proof: other hosts may not have written theirs, and a host that received its state from
-    others has none.
-    """
-    folder = Path(str(as_path(directory))) / run_name(run_dir)
-    steps = (bounded.read_text(note, str(note), most=_MOST_DIGITS) for note in folder.glob(f"host-*/{_WHOLE}"))
-    return max((int(step) for step in steps if step.isdecimal()), default=None)
+        return math.prod(sides(spans)) * np.dtype(self.forms[array].dtype).itemsize
 
 
 def block_name(array: int, spans: Spans) -> str:
@@ -127,85 +89,162 @@ def sides(spans: Spans) -> tuple[int, ...]:
     return tuple(last - first for first, last in spans)
 
 
+def within(part: Spans, whole: Spans) -> tuple[slice, ...]:
+    """Returns the slices of a rectangle in an array that holds another one around it."""
+    return tuple(slice(a - start, b - start) for (a, b), (start, _) in zip(part, whole, strict=True))
+
+
 def bytes_of(block: np.ndarray) -> np.ndarray:
     """Returns the bytes of a block, uint8[bytes]."""
     return np.ascontiguousarray(block).reshape(-1).view(np.uint8)
 
 
-def write_part(
-    folder: Path, record: CheckpointRecord, forms: Sequence[ArrayForm], blocks: Mapping[str, np.ndarray]
-) -> None:
-    """Writes a host's part of a state atomically and durably.
+def cut(array: int, spans: Spans, shard: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the blocks of a shard, as views: none if it is empty."""
+    for part in _parts(spans, shard.itemsize) if shard.size else ():
+        yield block_name(array, part), shard[within(part, spans)]
+
+
+def _parts(spans: Spans, itemsize: int, axis: int = 0) -> Iterator[Spans]:
+    """Cuts a rectangle along its first axes into parts of at most `_MOST_BLOCK` bytes."""
+    if math.prod(sides(spans)) * itemsize <= _MOST_BLOCK or axis == len(spans):
+        yield spans
+        return
+    first, last = spans[axis]
+    step = max(1, _MOST_BLOCK // (math.prod(sides(spans[axis + 1 :])) * itemsize))
+    for begin in range(first, last, step):
+        part = (*spans[:axis], (begin, min(last, begin + step)), *spans[axis + 1 :])
+        yield from _parts(part, itemsize, axis + 1)
+
+
+def in_threads(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Applies a function to items at the same time; the first failure is raised, and what has not begun is left."""
+    with ThreadPoolExecutor(_THREADS, "maxbatch-blocks") as threads:
+        return list(threads.map(do, items))
+
+
+# --- writing ---
+
+
+def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -> Files:
+    """Writes blocks into new data files of `_MOST_FILE` bytes or so.
+
+    Args:
+      folder: of the files.
+      name: begins their names, which no other writer may use.
+      blocks: by their names.
 
     Raises:
-      OSError: the write failed, for instance on a full disk; nothing is left.
+      OSError, ConfigError, TrainingError: a write failed; files may be left.
     """
-    building = folder.parent / f"{BUILDING}{secrets.token_hex(8)}"
-    try:
-        building.mkdir(parents=True)
-        content = {
-            "record": record.to_json(),
-            "arrays": forms,
-            "blocks": [[name, *place] for name, place in _write_blocks(building / _BLOCKS, blocks).items()],
-        }
-        with open(building / _JSON, "xb") as file:
-            file.write(json.dumps(content | {"checksum": _checksum(content)}).encode())
-            file.flush()
-            os.fsync(file.fileno())
-        remove_tree(folder)
-        building.rename(folder)
-    except BaseException:
-        remove_tree(building)
-        raise
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {f"{name}-{number}.bin": group for number, group in enumerate(_filled(blocks))}
+
+    def write(file: str) -> list[tuple[str, int, int]]:
+        contents = [bytes_of(blocks[block]).data for block in files[file]]
+        write_parts(folder / file, contents)
+        offsets = accumulate(map(len, contents), initial=0)
+        return list(zip(files[file], offsets, map(zlib.crc32, contents), strict=False))
+
+    return dict(zip(files, in_threads(write, files), strict=True))
 
 
-def _write_blocks(path: Path, blocks: Mapping[str, np.ndarray]) -> dict[str, Place]:
-    offsets, end = {}, 0
+def _filled(blocks: Mapping[str, np.ndarray]) -> Iterator[list[str]]:
+    """Yields the blocks of each file."""
+    group, size = list[str](), 0
     for name, block in blocks.items():
-        offsets[name] = end
-        end += -(-block.nbytes // _ALIGNED) * _ALIGNED
-    with open(path, "xb") as file, ThreadPoolExecutor(_THREADS) as threads:
-
-        def write(name: str) -> Place:
-            content = bytes_of(blocks[name]).data
-            written = 0
-            while written < len(content):  # the system writes at most 2 GB at a time
-                written += os.pwrite(file.fileno(), content[written:], offsets[name] + written)
-            return Place(offsets[name], zlib.crc32(content))
-
-        places = dict(zip(blocks, threads.map(write, blocks), strict=True))
-        os.fsync(file.fileno())
-    return places
+        if group and size + block.nbytes > _MOST_FILE:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += block.nbytes
+    if group:
+        yield group
 
 
-def read_part(folder: Path) -> StoredPart:
-    """Reads a host's part of a state; blocks are checked when read.
+def index_of(forms: Sequence[ArrayForm], files: Files, **more: object) -> bytes:
+    """Returns the index of data files; `more` are further entries."""
+    content = {"arrays": forms, "files": files, **more}
+    return json.dumps(content | {"checksum": _checksum(content)}).encode()
+
+
+def _checksum(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# --- reading ---
+
+
+def read_index(path: AnyPath) -> tuple[StoredArrays, dict[str, Any]]:
+    """Returns the arrays of an index and its whole content; blocks are checked when they are read.
 
     Raises:
-      DamagedError: its JSON is missing or invalid.
+      FileNotFoundError: there is none.
+      DamagedError: its content is invalid.
+      OSError, ConfigError, TrainingError: the system or the store refuses.
     """
     try:
-        content = bounded.read_json(folder / _JSON, str(folder / _JSON), most_bytes=_MOST_BYTES, finite=False)
+        content = bounded.read_json(path, str(path), most_bytes=_MOST_INDEX, finite=False)
         if content.pop("checksum") != _checksum(content):
-            raise DamagedError("its JSON does not match its checksum")
+            raise DamagedError(f"{path.name} does not match its checksum")
         forms = tuple(ArrayForm(name, tuple(shape), dtype) for name, shape, dtype in content["arrays"])
-        places = {name: Place(offset, checksum) for name, offset, checksum in content["blocks"]}
-        return StoredPart(folder, CheckpointRecord.from_json(content["record"]), forms, places)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedError("its JSON cannot be read") from None
+        files = content["files"] if "files" in content else {_ONLY_FILE: content["blocks"]}
+        places = {name: Place(file, *rest) for file, blocks in files.items() for name, *rest in blocks}
+        return StoredArrays(path.parent, forms, places, file_sizes(path.parent)), content
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise DamagedError(f"{path.name} cannot be read") from None
 
 
-def read_blocks(parts: Iterable[StoredPart], names: Iterable[str]) -> dict[str, np.ndarray]:
-    """Reads the blocks that have a sound copy in one of the parts."""
+def read_blocks(stored: StoredArrays, names: Iterable[str]) -> tuple[dict[str, np.ndarray], list[Exception]]:
+    """Reads blocks; those that are damaged are left out, and others whose read failed leave the error.
 
-    def read(name: str) -> np.ndarray | None:
-        copies = (part.read(name) for part in parts if name in part.places)
-        return next((block for block in copies if block is not None), None)
+    Neighbouring blocks are read by one request. Blocks are read-only.
+    """
+    there = [name for name in names if _is_there(stored, name)]
+    groups = list(_neighbours(stored, sorted(there, key=lambda name: stored.places[name])))
 
-    parts, names = list(parts), list(names)
-    with ThreadPoolExecutor(_THREADS) as threads:
-        found = zip(names, threads.map(read, names), strict=True)
-        return {name: block for name, block in found if block is not None}
+    def read(group: list[str]) -> tuple[dict[str, np.ndarray], Exception | None]:
+        first, last = stored.places[group[0]], stored.places[group[-1]]
+        end = last.offset + stored.num_bytes(group[-1])
+        try:
+            content = read_range(stored.folder / first.file, first.offset, end)
+        except (OSError, ConfigError, TrainingError) as error:
+            is_damage = isinstance(error, OSError) and error.errno in DAMAGED
+            return {}, None if is_damage or type(error) is FileNotFoundError else error
+        found = {}
+        for name in group:
+            begin = stored.places[name].offset - first.offset
+            data = memoryview(content)[begin : begin + stored.num_bytes(name)]
+            if len(data) == stored.num_bytes(name) and zlib.crc32(data) == stored.places[name].checksum:
+                array, spans = block_of(name)
+                found[name] = np.frombuffer(data, np.dtype(stored.forms[array].dtype)).reshape(sides(spans))
+        return found, None
+
+    results = in_threads(read, groups)
+    blocks = {name: block for found, _ in results for name, block in found.items()}
+    return blocks, [error for _, error in results if error is not None]
+
+
+def _is_there(stored: StoredArrays, name: str) -> bool:
+    """Returns whether a block's file is there and long enough."""
+    place = stored.places[name]
+    return place.offset + stored.num_bytes(name) <= stored.sizes.get(place.file, 0)
+
+
+def _neighbours(stored: StoredArrays, names: Sequence[str]) -> Iterator[list[str]]:
+    """Groups blocks, sorted by their places, that one request reads."""
+    group: list[str] = []
+    for name in names:
+        if group:
+            first, before, place = (stored.places[one] for one in (group[0], group[-1], name))
+            end = place.offset + stored.num_bytes(name)
+            gap = place.offset - before.offset - stored.num_bytes(group[-1])
+            if place.file != first.file or gap or end - first.offset > _MOST_READ:
+                yield group
+                group = []
+        group.append(name)
+    if group:
+        yield group
 
 
 def missing_array(forms: Sequence[ArrayForm], names: Iterable[str]) -> str | None:
@@ -214,7 +253,3 @@ def missing_array(forms: Sequence[ArrayForm], names: Iterable[str]) -> str | Non
     for array, spans in map(block_of, names):
         covered[array] += math.prod(sides(spans))
     return next((form.name for form, size in zip(forms, covered, strict=True) if size != math.prod(form.shape)), None)
-
-
-def _checksum(content: Any) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

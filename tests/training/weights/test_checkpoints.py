@@ -5,10 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import os
 import resource
 import shutil
 import tarfile
-import time
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,16 +17,16 @@ from typing import Any
 
 import jax
 import numpy as np
-import orbax.checkpoint as ocp
 import pytest
 from flax import nnx
-from orbax.checkpoint._src.multihost import multihost
 
 from maxbatch import ConfigError, load_config
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.runs.position import committed_steps
 from maxbatch.system.errors import TrainingError
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
+from maxbatch.training.weights import shard_files
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
 from maxbatch.training.weights.parameters import open_parameters, open_source
 from tests.helpers.damage import flip_a_parameter
@@ -99,7 +100,8 @@ def cut_in_half(step: Path) -> None:
 
 
 def lose_the_parameters(step: Path) -> None:
-    shutil.rmtree(step / "params" / "d")
+    for file in (step / "params").glob("*.bin"):
+        file.unlink()
 
 
 def lose_the_position(step: Path) -> None:
@@ -175,22 +177,18 @@ def test_where_every_checkpoint_is_damaged_there_is_none(saved: Saved) -> None:
     assert len(saved.warnings) == 3
 
 
-@pytest.mark.parametrize("strerror", ["Permission denied", "Input/output error"])
-@pytest.mark.parametrize("by_python", [True, False])
+@pytest.mark.parametrize("code", [errno.EACCES, errno.EIO])
+@pytest.mark.parametrize("reads", ["read_range", "file_sizes"])
 def test_what_the_system_does_not_let_be_read_is_not_called_damaged(
-    saved: Saved, monkeypatch: pytest.MonkeyPatch, strerror: str, by_python: bool
+    saved: Saved, monkeypatch: pytest.MonkeyPatch, code: int, reads: str
 ) -> None:
-    code = {"Permission denied": errno.EACCES, "Input/output error": errno.EIO}[strerror]
+    def refuse(*args: Any) -> None:
+        raise OSError(code, os.strerror(code))
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        if by_python:
-            raise OSError(code, strerror)
-        raise ValueError(f"Failed to open: {strerror} [os_error_code='{code}'] [tensorstore_spec='']")
-
-    monkeypatch.setattr(ocp.CheckpointManager, "restore", refuse)
+    monkeypatch.setattr(shard_files, reads, refuse)
     with saved.open() as checkpoints, pytest.raises(ConfigError) as error:
         checkpoints.restore(saved.abstract)
-    assert str(error.value) == f"{saved.folder / 'checkpoints' / '3'}: cannot be read ({strerror})"
+    assert str(error.value) == f"{saved.folder / 'checkpoints' / '3'}: cannot be read ({os.strerror(code)})"
     assert not saved.warnings and not (saved.folder / "checkpoints-damaged").exists()
 
 
@@ -233,14 +231,6 @@ def files_of_at_most(num_bytes: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
-def wait_for_the_writers(folder: Path) -> None:
-    """Orbax's other threads go on for a moment after one has failed; a real run ends with its error."""
-    before = None
-    while (now := sorted(folder.rglob("*"))) != before:
-        before = now
-        time.sleep(0.5)
-
-
 @pytest.mark.parametrize("closes", [True, False])
 def test_a_disk_that_is_full_during_a_save_is_one_error(
     saved: Saved, capfd: pytest.CaptureFixture[str], closes: bool
@@ -253,7 +243,6 @@ def test_a_disk_that_is_full_during_a_save_is_one_error(
             checkpoints.close()
         checkpoints.save(saved.state, Position(5, 50))
     assert "Traceback" not in capfd.readouterr().err
-    wait_for_the_writers(saved.folder / "checkpoints")
     with saved.open() as checkpoints:
         assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         checkpoints.save(saved.state, Position(4, 40))  # with room again it goes on
@@ -262,23 +251,48 @@ def test_a_disk_that_is_full_during_a_save_is_one_error(
     assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"2", "3", "4"}
 
 
-def test_a_full_disk_says_so(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: Any, **kwargs: Any) -> None:
-        raise ValueError("RESOURCE_EXHAUSTED: Failed writing [os_error_code='28']")
+def test_a_full_disk_says_so_and_leaves_nothing(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(ocp.CheckpointManager, "save", refuse)
-    with saved.open() as checkpoints, pytest.raises(TrainingError, match="checkpoints: no space left on the disk"):
+    monkeypatch.setattr(shard_files, "write_parts", refuse)
+    with saved.open() as checkpoints:
+        checkpoints.newest()
         checkpoints.save(saved.state, Position(4, 40))
+        with pytest.raises(TrainingError, match="checkpoints: no space left on the disk"):
+            checkpoints.close()
+        assert checkpoints.fate == "step 3 is saved"
+    assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"1", "2", "3"}
 
 
-def test_a_half_written_checkpoint_does_not_count(saved: Saved) -> None:
-    unfinished = saved.folder / "checkpoints" / "4.orbax-checkpoint-tmp" / "params"
-    unfinished.mkdir(parents=True)
-    (unfinished / "part").write_text("half")
+def test_a_half_written_checkpoint_does_not_count_and_the_next_start_removes_it(saved: Saved) -> None:
+    for name in (".building-0a1b2c3d-4", "4.orbax-checkpoint-tmp"):
+        (saved.folder / "checkpoints" / name / "params").mkdir(parents=True)
+        (saved.folder / "checkpoints" / name / "params" / "part").write_text("half")
     with saved.open() as checkpoints:
         assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
         restored = checkpoints.restore(saved.abstract)
     assert restored is not None and restored.position.step == 3 and not saved.warnings
+    assert {path.name for path in (saved.folder / "checkpoints").iterdir()} == {"1", "2", "3"}
+
+
+def test_a_save_waits_for_no_file(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on, write = threading.Event(), threading.Event(), shard_files.write_parts
+
+    def wait_and_write(*args: Any) -> None:
+        begun.set()
+        assert may_go_on.wait(60)
+        write(*args)
+
+    monkeypatch.setattr(shard_files, "write_parts", wait_and_write)
+    with saved.open() as checkpoints:
+        checkpoints.newest()
+        checkpoints.save(saved.state, Position(4, 40))
+        assert begun.wait(60) and checkpoints.has(4) and committed_steps(saved.folder) == [3, 2, 1]
+        assert checkpoints.fate == "step 3 is saved, and perhaps step 4"
+        may_go_on.set()
+        checkpoints.close()
+        assert checkpoints.fate == "step 4 is saved" and committed_steps(saved.folder) == [4, 3, 2]
 
 
 @pytest.mark.parametrize(
@@ -302,20 +316,6 @@ def test_only_the_newest_are_kept(saved: Saved) -> None:
     with saved.open() as checkpoints:
         checkpoints.save(saved.state, Position(4, 40))
     assert sorted(p.name for p in (saved.folder / "checkpoints").iterdir()) == ["2", "3", "4"]
-
-
-def test_hosts_wait_for_each_other_without_a_program_on_devices(saved: Saved, monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[set[int] | None] = []  # the hosts of each; Orbax runs a program on all devices where it is None
-
-    def skip(processes: set[int] | None = None) -> bool:
-        waits.append(processes)
-        return True
-
-    monkeypatch.setattr(multihost, "should_skip_process_sync", skip)
-    with saved.open() as checkpoints:
-        checkpoints.save(saved.state, Position(4, 40))
-        assert checkpoints.restore(saved.abstract)
-    assert waits.count({0}) == len(waits) > 3
 
 
 def test_the_position_is_exact_beyond_32_bits(saved: Saved) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import hashlib
+import json
 import shutil
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -24,8 +26,9 @@ from maxbatch.training.record.recorder import Output, Record
 from maxbatch.training.session import RunContext, Session
 from maxbatch.training.update.balance import BalancedState
 from maxbatch.training.update.state import TrainState
-from maxbatch.training.weights import local_checkpoints, shard_files
-from maxbatch.training.weights.shard_files import saved_here
+from maxbatch.training.weights import local_checkpoints, local_files, shard_files
+from maxbatch.training.weights.local_files import saved_here
+from maxbatch.training.weights.shards import blocks_here
 from tests.helpers.tiny import assert_same_run, one_layer_config, read_metrics
 
 ONE = jax.devices()[:1]
@@ -76,7 +79,7 @@ def lost(lost_once: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     """A copy of its own for each test, at the same path as seen by the run."""
     shutil.copytree(lost_once, tmp_path / "lost")
     (disk,) = (tmp_path / "lost" / "disk").glob("run-*")
-    for module in (local_checkpoints, shard_files):
+    for module in (local_checkpoints, local_files):
         monkeypatch.setattr(module, "run_name", lambda run_dir: disk.name)
     return tmp_path / "lost"
 
@@ -131,18 +134,18 @@ def test_a_local_checkpoint_is_resharded_onto_another_mesh(lost: Path) -> None:
 
 
 def flip_a_bit(state: Path) -> None:
-    content = bytearray((state / "blocks.bin").read_bytes())
+    content = bytearray((state / "blocks-0.bin").read_bytes())
     content[len(content) // 2] ^= 4
-    (state / "blocks.bin").write_bytes(content)
+    (state / "blocks-0.bin").write_bytes(content)
 
 
 def tear(state: Path) -> None:
-    content = (state / "blocks.bin").read_bytes()
-    (state / "blocks.bin").write_bytes(content[: len(content) // 2])
+    content = (state / "blocks-0.bin").read_bytes()
+    (state / "blocks-0.bin").write_bytes(content[: len(content) // 2])
 
 
 def lose_the_blocks(state: Path) -> None:
-    (state / "blocks.bin").unlink()
+    (state / "blocks-0.bin").unlink()
 
 
 def tear_the_json(state: Path) -> None:
@@ -157,10 +160,10 @@ def change_the_json(state: Path) -> None:
 
 def swap_blocks(state: Path) -> None:
     """As of another state, with checksums that hold: the checksum of the whole state tells."""
-    part = shard_files.read_part(state)
-    blocks = shard_files.read_blocks([part], part.places)
+    record, arrays = local_files.read_part(state)
+    blocks, _ = shard_files.read_blocks(arrays, arrays.places)
     changed = {name: block + block.dtype.type(1) for name, block in blocks.items()}
-    shard_files.write_part(state, part.record, part.forms, changed)
+    local_files.write_part(state, record, arrays.forms, changed)
 
 
 def lose_the_line_of_metrics(state: Path) -> None:
@@ -183,6 +186,18 @@ def test_a_damaged_local_checkpoint_is_named_and_the_newest_in_run_dir_is_taken(
     said = capsys.readouterr().err.splitlines()
     assert "local checkpoint 6 cannot be used (" in said[-1] and said[-1].endswith("training goes on from step 5")
     assert not local_states(lost), "update 6 is made again: no later start may take the old one"
+
+
+def test_a_local_checkpoint_of_an_earlier_version_is_taken(lost: Path) -> None:
+    """Its index named the blocks of its only file, `blocks.bin`."""
+    (state,) = lost.glob("disk/run-*/host-0/6")
+    content = json.loads((state / "state.json").read_text())
+    content |= {"blocks": content.pop("files")["blocks-0.bin"]}
+    del content["checksum"]
+    checksum = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    (state / "state.json").write_text(json.dumps(content | {"checksum": checksum}))
+    (state / "blocks-0.bin").rename(state / "blocks.bin")
+    assert restart(lost)[0] == 6
 
 
 def test_a_local_checkpoint_counts_as_saved_where_a_host_dies(lost: Path) -> None:
@@ -239,15 +254,15 @@ def test_a_state_of_another_run_that_had_the_same_run_dir_is_not_adopted(
 def test_a_full_disk_costs_one_warning_and_the_state_before_stays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sound, calls = shard_files._write_blocks, []
+    sound, calls = local_files.write_blocks, []
 
-    def full(path: Path, blocks: Any) -> Any:
-        calls.append(path)
+    def full(folder: Path, name: str, blocks: Any) -> Any:
+        calls.append(folder)
         if len(calls) > 1:
             raise OSError(errno.ENOSPC, "No space left on device")
-        return sound(path, blocks)
+        return sound(folder, name, blocks)
 
-    monkeypatch.setattr(shard_files, "_write_blocks", full)
+    monkeypatch.setattr(local_files, "write_blocks", full)
     lose(tmp_path, LOST_AT)
     said = capsys.readouterr().err
     assert len(calls) == 3 and said.count("warning") == 1
@@ -269,7 +284,7 @@ def test_each_block_that_one_host_holds_has_a_second_copy_at_the_next_one(monkey
     for shard in x.addressable_shards:
         np.testing.assert_array_equal(by_device[(shard.device.id + 2) % 8], shard.data)
     assert {name: block.tolist() for name, block in local_checkpoints._received(0, x, sent)} == {
-        name: block.tolist() for name, block in local_checkpoints._blocks_here([x]).items()
+        name: block.tolist() for name, block in blocks_here([x], of_all_hosts=False).items()
     }
 
 

@@ -1,0 +1,162 @@
+"""The files of a run's checkpoints, written in a thread while training goes on.
+
+Each host writes the shards of which it has the first replica, and reports them to the first host, which writes the
+indices and the small files, and commits. On a disk a checkpoint is built in a folder of another name, and renamed. In a
+store, whose folders cannot be renamed, a file that is written last marks a whole checkpoint.
+
+A writer can be suspended between the check of its lease and a write, and go on while another process trains in the
+folder. So data files have names of this start of the run alone, small files are written through the run's fence, and
+the file that marks a checkpoint is moved from a folder of this start alone. The next holder of the lease removes that
+folder first, so that a suspended writer has nothing to move.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from maxbatch.parallel.hosts import report_to_first
+from maxbatch.parallel.trees import Tree
+from maxbatch.runs.position import COMMITTED_FILE, is_committed
+from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.errors import ConfigError, LeaseLost, TrainingError, writing
+from maxbatch.system.fences import BUILDING, ask
+from maxbatch.system.storage import AnyPath, is_remote, move_tree, remove_tree, subfolders
+from maxbatch.training.weights.shard_files import INDEX, Files, index_of, write_blocks
+from maxbatch.training.weights.shards import blocks_here, forms_of
+
+_OLD_UNFINISHED = ".orbax-checkpoint-tmp"  # in the names of unfinished folders of versions that wrote through Orbax
+
+Failure = tuple[int, str, bool]  # the host, its message, and whether the input is at fault
+
+
+def remove_unfinished(folder: AnyPath) -> None:
+    """Removes remains of other starts' saves from a run's `checkpoints/`.
+
+    Folders of other names than steps go first, so that a suspended start cannot commit any more.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        for name in sorted(subfolders(folder), key=lambda name: not name.startswith(BUILDING)):
+            if name.startswith(BUILDING) or _OLD_UNFINISHED in name or not is_committed(folder / name):
+                remove_tree(folder / name)
+
+
+class Save:
+    """One save of a run: its blocks, copied from the devices, and its files.
+
+    Args:
+      folder: `run_dir/checkpoints`.
+      token: the start's own, the same on all hosts.
+      step: names the checkpoint.
+      items: arrays, by the name of their folder.
+      small: JSON texts of further items.
+      old: steps of checkpoints to remove once this one is committed.
+
+    Attributes:
+      may_be_committed: whether the first host has begun to commit.
+    """
+
+    def __init__(
+        self,
+        folder: AnyPath,
+        token: str,
+        step: int,
+        items: Mapping[str, Tree],
+        small: Mapping[str, str],
+        old: list[int],
+    ) -> None:
+        self._folder, self._token, self._step, self._small, self._old = folder, token, step, small, old
+        self._place = folder / str(step) if is_remote(folder) else self._own(step)
+        self._forms = {item: forms_of(tree) for item, tree in items.items()}
+        self._blocks = {item: blocks_here(jax.tree.leaves(tree), of_all_hosts=True) for item, tree in items.items()}
+        self._error: Exception | None = None
+        self.may_be_committed = False
+
+    def _own(self, step: int) -> AnyPath:
+        """Returns a folder of this start of the run alone."""
+        return self._folder / f"{BUILDING}{self._token}-{step}"
+
+    def run(self) -> None:
+        """Writes this host's blocks; the first host completes the checkpoint once all have.
+
+        Raises:
+          ConfigError, TrainingError: a host failed; earlier checkpoints are whole.
+        """
+        files = self._attempt(self._write_blocks)
+        failure = report_to_first((files, self._failure), self._commit, "checkpoint")
+        if self._error:
+            raise self._error
+        if failure:
+            host, message, is_input = failure
+            raise (ConfigError if is_input else TrainingError)(f"host {host}: {message}")
+
+    def _attempt(self, do: Callable[[], Any]) -> Any:
+        """Returns the result of a function, or keeps its error, since other hosts wait for this one."""
+        try:
+            with writing(self._folder):
+                return do()
+        except Exception as error:
+            self._error = error
+        with contextlib.suppress(ConfigError, OSError):
+            try:
+                ask(str(self._place))
+            except LeaseLost as lost:  # the failure may come from the folder's new holder
+                self._error = lost
+        return None
+
+    @property
+    def _failure(self) -> Failure | None:
+        if self._error is None:
+            return None
+        message = " ".join(str(self._error).split()) or type(self._error).__name__
+        return jax.process_index(), message, isinstance(self._error, ConfigError)
+
+    def _write_blocks(self) -> dict[str, Files]:
+        name = f"{self._token}-{jax.process_index()}"
+        return {item: write_blocks(self._place / item, name, self._blocks.pop(item)) for item in self._forms}
+
+    def _commit(self, reports: list[tuple[dict[str, Files], Failure | None]]) -> Failure | None:
+        """Completes the checkpoint on the first host, or discards it; returns the failure of a host."""
+        failure = next((failure for _, failure in reports if failure), None)
+        if failure is None:
+            self._attempt(lambda: self._complete([files for files, _ in reports]))
+            failure = self._failure
+        if failure and not self.may_be_committed and not is_remote(self._place):
+            remove_tree(self._place)  # of a store, which may not answer, the next start does
+        return failure
+
+    def _complete(self, files: list[dict[str, Files]]) -> None:
+        for item, forms in self._forms.items():
+            of_all_hosts = {name: blocks for by_item in files for name, blocks in by_item[item].items()}
+            self._write(f"{item}/{INDEX}", index_of(forms, of_all_hosts))
+        for item, text in self._small.items():
+            self._write(f"{item}/metadata", text.encode())
+        final, mark = self._folder / str(self._step), self._own(self._step) / COMMITTED_FILE
+        write_atomically(mark, b"")
+        if is_remote(final):
+            self.may_be_committed = True
+            move_tree(mark, final / COMMITTED_FILE)
+        else:
+            remove_tree(final)
+            self.may_be_committed = True
+            move_tree(self._place, final)
+        for step in self._old:
+            self._remove(step)
+
+    def _write(self, path: str, content: bytes) -> None:
+        file = self._place / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, content)
+
+    def _remove(self, step: int) -> None:
+        """Removes a checkpoint, which never counts with only some of its files."""
+        folder, own = self._folder / str(step), self._own(step)
+        if is_remote(folder):
+            (folder / COMMITTED_FILE).unlink(missing_ok=True)
+            remove_tree(folder)
+        elif folder.exists():
+            move_tree(folder, own)
+            remove_tree(own)
