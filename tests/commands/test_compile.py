@@ -190,7 +190,7 @@ def test_what_does_not_fit_exits_with_1_and_the_bytes(
     def target(topology: str | None, num_slices: int = 1) -> Target:
         return dataclasses.replace(here(), memory_bytes=10_000)
 
-    monkeypatch.setattr("maxbatch.commands.targets.find_target", target)
+    monkeypatch.setattr("maxbatch.commands.compile.find_target", target)
     assert main(["compile", *TINY_RUN, "--output", "out", "--json"]) == 1
     captured = capsys.readouterr()
     record = json.loads(captured.out)
