@@ -107,9 +107,10 @@ class LearnerConfig(UpdateConfig):
 
 
 class RolloutConfig(DecoderConfig):
-    """Keys of the decoder, the responses, the model with their end tokens, and the compiler's flags."""
+    """Keys of the decoder, its adapters, the responses, the model with their end tokens, and the compiler's flags."""
 
     rl: RLConfig
+    adapters: AdapterConfig
     max_prefill_predict_length: int
     load_parameters_path: str
     libtpu_flags: str

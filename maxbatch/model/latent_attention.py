@@ -23,7 +23,7 @@ from maxbatch.model.cache import Cache
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import features_last, product
+from maxbatch.model.products import Adapted, features_last, product
 from maxbatch.model.rope import Rope, apply_rope
 from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.remat import kept
@@ -91,12 +91,15 @@ class LatentAttention(nnx.Module):
         del is_local
         q_BxTxHxn, q_BxTxHxr = self._queries(x_BxTxD, rope)
         latent_BxTxc, k_BxTx1xr = self._latents(x_BxTxD, rope)
-        up_cxHxe = self.latent_up[...]
+        up: jax.Array | Adapted = self.latent_up[...]
+        up_cxHxe = up.matrix if isinstance(up, Adapted) else up
         if self.quantization:
             latent_BxTxc, up_cxHxe = (
                 rounded(latent_BxTxc, [2], self.quantization),
                 rounded(up_cxHxe, [0], self.quantization),
             )
+        if isinstance(up, Adapted):
+            up_cxHxe += up.low_rank
         v_BxTx1xc = latent_BxTxc[:, :, None]
         cache = cache.write(layer, positions_BxT, jnp.concatenate([v_BxTx1xc, k_BxTx1xr], axis=-1), v_BxTx1xc)
         k_cxHxn, v_cxHxv = jnp.split(up_cxHxe.astype(x_BxTxD.dtype), [self.unrotated], axis=-1)
@@ -128,7 +131,7 @@ class LatentAttention(nnx.Module):
         w_Dxcr = _neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
         both_MxLxcr = product(x_MxLxD, w_Dxcr, "mld,dc->mlc", self.quantization)
         both_MxLxcr = self.constrain(both_MxLxcr, ("batch", "length", *MATRICES["latent"].outputs))
-        split = [w_Dxcr.shape[-1] - self.rotated]
+        split = [both_MxLxcr.shape[-1] - self.rotated]
         latent_MxLxc, k_MxLxr = jnp.split(kept(both_MxLxcr, MATRICES["latent"].kept), split, axis=-1)
         return self.latent_norm(latent_MxLxc), self._turned(k_MxLxr[:, :, None], rope)
 
@@ -139,11 +142,15 @@ class LatentAttention(nnx.Module):
         return product(attended_MxLxHxv, self.out[...], "mlnh,nhd->mld", self.quantization)
 
 
-def _neighbours_apart(weight: jax.Array, rotated: int) -> jax.Array:
+def _neighbours_apart(weight: jax.Array | Adapted, rotated: int) -> jax.Array | Adapted:
     """Reorders the rotated outputs (the last ones) from neighbouring pairs to halves: even columns first."""
-    others, pairs = jnp.split(weight, [weight.shape[-1] - rotated], axis=-1)
-    pairs = pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
-    return jnp.concatenate([others, pairs], axis=-1)
+
+    def apart(w: jax.Array) -> jax.Array:
+        others, pairs = jnp.split(w, [w.shape[-1] - rotated], axis=-1)
+        pairs = pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
+        return jnp.concatenate([others, pairs], axis=-1)
+
+    return weight.with_outputs(apart) if isinstance(weight, Adapted) else apart(weight)
 
 
 def _scale(config: DecoderConfig) -> float:

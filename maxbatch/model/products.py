@@ -5,7 +5,11 @@ Shapes: M micro-batch, L length, D input, F output, V vocabulary, H heads, h hea
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from functools import partial
+from types import EllipsisType
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,14 +17,53 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxbatch.config.sections import Quantization
-from maxbatch.model.eight_bits import CodedMatrices, eight_bit_einsum, eight_bit_groups
+from maxbatch.model.eight_bits import CodedMatrices, axes_of, eight_bit_einsum, eight_bit_groups
 from maxbatch.model.experts.grouped import Groups, grouped_product
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, num_shards
 
 
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Adapted:
+    """A matrix of 8-bit products with a low-rank adapter, which they leave in the compute dtype.
+
+    It is the value of a parameter in place of the matrix W, and applies W + scale x A B.
+    """
+
+    matrix: jax.Array
+    a: jax.Array  # W's inputs, then rank
+    b: jax.Array  # rank, then W's outputs
+    scale: float = dataclasses.field(metadata={"static": True})
+
+    def __getitem__(self, key: EllipsisType) -> Adapted:
+        """Returns itself, as a parameter returns its array."""
+        return self
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the matrix."""
+        return self.matrix.shape
+
+    def astype(self, dtype: jax.typing.DTypeLike) -> Adapted:
+        """Returns all three in a dtype."""
+        return Adapted(self.matrix.astype(dtype), self.a.astype(dtype), self.b.astype(dtype), self.scale)
+
+    @property
+    def low_rank(self) -> jax.Array:
+        """The adapter as a matrix, scale x A B."""
+        return (self.scale * jnp.tensordot(self.a, self.b, axes=1)).astype(self.matrix.dtype)
+
+    def with_outputs(self, change: Callable[[jax.Array], jax.Array]) -> Adapted:
+        """Returns the matrix with its last axis reordered."""
+        return Adapted(change(self.matrix), self.a, change(self.b), self.scale)
+
+
+Weight: TypeAlias = jax.Array | Adapted | CodedMatrices
+
+
 def product(
     x: jax.Array,
-    w: jax.Array | CodedMatrices,
+    w: Weight,
     form: str | Groups,
     quantization: Quantization = "",
     *,
@@ -30,7 +73,8 @@ def product(
 
     Args:
       x: the activations, in the compute dtype.
-      w: the matrix, cast to that dtype; of groups, one matrix per group, in 8 bits with its codes.
+      w: the matrix, cast to that dtype; of groups, one matrix per group, in 8 bits with its codes. An adapter is
+        applied in that dtype, beside the product in 8 bits.
       form: an einsum of x and w, or the groups of x's rows.
       quantization: the 8-bit type that both are rounded to; "": none.
       out_dtype: of an einsum's sums and result, without quantization; None: x's.
@@ -38,6 +82,9 @@ def product(
     if isinstance(w, CodedMatrices):
         assert isinstance(form, Groups) and quantization, "codes are of groups' matrices, for products in 8 bits"
         return eight_bit_groups(x, w, form, quantization)
+    if isinstance(w, Adapted):
+        assert isinstance(form, str), "experts have no adapters"
+        return product(x, w.matrix, form, quantization) + _low_rank(x, w, form)
     if quantization:
         assert isinstance(form, str), "matrices of groups come with their codes"
         return eight_bit_einsum(x, w, form, quantization)
@@ -47,8 +94,17 @@ def product(
     return jnp.einsum(form, x, w, preferred_element_type=out_dtype)
 
 
+def _low_rank(x: jax.Array, w: Adapted, form: str) -> jax.Array:
+    """Returns the einsum of x with scale x A B, in x's dtype."""
+    of_x, of_w, of_y = axes_of(form)
+    inputs, outputs = ("".join(axis for axis in of_w if (axis in of_y) == is_output) for is_output in (False, True))
+    of_rank = "".join(axis for axis in of_x if axis in of_y) + "r"
+    a, b = w.a.astype(x.dtype), (w.scale * w.b).astype(x.dtype)
+    return jnp.einsum(f"{of_rank},r{outputs}->{of_y}", jnp.einsum(f"{of_x},{inputs}r->{of_rank}", x, a), b)
+
+
 def two_products(
-    x_MxLxD: jax.Array, first_DxF: jax.Array, second_DxF: jax.Array, platform: str, quantization: Quantization = ""
+    x_MxLxD: jax.Array, first_DxF: Weight, second_DxF: Weight, platform: str, quantization: Quantization = ""
 ) -> tuple[jax.Array, jax.Array]:
     """Returns x @ first and x @ second, each [M, L, F] in x's dtype.
 
@@ -59,6 +115,7 @@ def two_products(
     if platform != "cpu" or quantization:
         first, second = (product(x_MxLxD, w_DxF, "mld,df->mlf", quantization) for w_DxF in (first_DxF, second_DxF))
         return first, second
+    assert isinstance(first_DxF, jax.Array) and isinstance(second_DxF, jax.Array), "adapted for 8 bits alone"
     weights = first_DxF.astype(x_MxLxD.dtype), second_DxF.astype(x_MxLxD.dtype)
     # Stacked, not joined, so that a mesh can split F, and taken apart by a split, whose gradient is one concatenation.
     both_MxLx2xF = product(x_MxLxD, jnp.stack(weights, axis=1), "mld,dgf->mlgf")

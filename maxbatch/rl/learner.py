@@ -62,12 +62,13 @@ class Learner:
         self._begin, self._add = jit(begin), jit(add, donate_argnums=2)
         self._step = jit(step, donate_argnums=0, out_shardings=(shardings, whole))
         self._reference_logprobs = jit(score)
-        if adapters := Adapters.from_config(config.adapters):
-            self._merged = jit(adapters.merged, out_shardings=shardings.model)
+        if adapters := Adapters.from_config(config.adapters, config.quantization):
+            merged = jit(adapters.merged, out_shardings=shardings.model)
+            self._adapted = adapters.beside if adapters.are_apart else merged
 
     def policy(self, state: TrainState) -> State:
-        """Returns the policy's parameters, with adapters merged."""
-        return state.params if state.frozen is None else self._merged(state.frozen, state.params)
+        """Returns the policy's parameters, with adapters."""
+        return state.params if state.frozen is None else self._adapted(state.frozen, state.params)
 
     def refer_to(self, params: State) -> None:
         """Sets the reference of the divergence (`grpo_beta`) to these parameters."""

@@ -25,6 +25,7 @@ from maxbatch.rl.rewards import ResponseScores, Rewards
 from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules
 from maxbatch.training.compile.compiler import jit_with
 from maxbatch.training.compile.flags import program_options
+from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 
 WORD = 1 << 32  # a prompt's index enters its key in two words
@@ -62,7 +63,7 @@ class Roller:
         self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
         self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
         self._prompt_length = config.max_prefill_predict_length
-        self._reshard = Resharding(parameter_shardings(abstract_model(config)[1], mesh))
+        self._reshard = Resharding(_policy_shardings(config, mesh))
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(
             config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts,
@@ -127,6 +128,16 @@ class Roller:
             self.text(tokens[start:end]) for tokens, start, end in zip(tokens_RxL, starts_R, lengths_R, strict=True)
         ]
         return SampledPairs(prompts, tokens_RxL, mask_RxL, logprobs_RxL, lengths_R, texts)
+
+
+def _policy_shardings(config: RolloutConfig, mesh: Mesh) -> State:
+    """Returns the shardings of the policy's parameters on the sampling mesh, with adapters that stay apart."""
+    model = abstract_model(config)[1]
+    shardings = parameter_shardings(model, mesh)
+    adapters = Adapters.from_config(config.adapters, config.quantization)
+    if adapters is None or not adapters.are_apart:
+        return shardings
+    return adapters.beside(shardings, parameter_shardings(adapters.abstract(model), mesh))
 
 
 def _of_sampling(config: RolloutConfig) -> RolloutConfig:

@@ -28,7 +28,7 @@ from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
-from maxbatch.model.products import product
+from maxbatch.model.products import Adapted, product
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.sharding import activation_constraint, num_shards, unconstrained
 from maxbatch.parallel.trees import State
@@ -572,6 +572,8 @@ def _gathered(decoder: Decoder) -> Decoder:
         value = weight.get_value()
         value = value if "router" in axes else value.astype(decoder.dtype)  # a router computes in float32
         axes = tuple(None if name in (DENSE_LAYERS, LAYERS) else name for name in axes)
+        if isinstance(value, Adapted):
+            return weight.replace(dataclasses.replace(value, matrix=decoder.constrain(value.matrix, axes)))
         return weight.replace(decoder.constrain(value, axes))
 
     graphdef, params = nnx.split(decoder, nnx.Param)

@@ -76,7 +76,7 @@ from maxbatch.training.task import Dispatched, Start, TaskData, TaskModel, check
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.training.update.recipe import TrainedRecipe
-from maxbatch.training.update.state import TrainState, compile_merging, init_opt_state
+from maxbatch.training.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 
 CONFIGURED = Parts()  # all of it the config's
@@ -235,7 +235,7 @@ class OpenedPretraining:
         if not self.tasks:
             return None
         config, tokenizer = self.context.config, self.tokenizer()
-        ends, params = end_tokens(config.load_parameters_path), programs.abstract.model
+        ends, params = end_tokens(config.load_parameters_path), adapted_shapes(self.keys, programs.abstract)
         check_vocabulary(config, tokenizer.vocab_size)
         model = RunModel(
             config.text,
@@ -392,16 +392,16 @@ class BuiltPretraining:
             nothing = (placement.padding(shape), np.int32(1), jax.tree.map(np.float32, AT_REST))
             state, metrics = step(state, *nothing)
             jax.block_until_ready(metrics)
-        merging = None
+        adapting = None
         if planned.abstract.frozen is not None:
-            merging = compile_merging(context.config.adapters, planned.abstract)
+            adapting = compile_adapting(opened.keys, planned.abstract)
         evaluator = self._evaluator(held_out) if self.has_eval_loss else None
         answers, log = None, None
         if evaluator and opened.recipe.answers_evals:
             answers = opened.answers_to(held_out, planned.mesh)
         if answers and is_first():
             log = stack.enter_context(closing(AnswersLog(context.folder, context.board, self.start.position.step)))
-        return RunningPretraining(opened, planned, self.steps, feed, evaluator, answers, log, merging), state
+        return RunningPretraining(opened, planned, self.steps, feed, evaluator, answers, log, adapting), state
 
     def _evaluator(self, held_out: Stream | None) -> Evaluator:
         opened, plan, placement = self.opened, self.planned.plan, self.planned.programs.placement
@@ -485,7 +485,7 @@ class RunningPretraining:
     evaluator: Evaluator | None  # of the loss on held-out data
     answers: Answers | None  # to held-out records at each eval
     answers_log: AnswersLog | None  # on the first host
-    merging: Callable[[State, State], State] | None  # of adapters into the model that they adapt
+    adapting: Callable[[State, State], State] | None  # of a model by adapters
 
     why_untrained: ClassVar[str] = OpenedPretraining.why_untrained
 
@@ -515,14 +515,15 @@ class RunningPretraining:
         )
 
     def compile_rest(self) -> None:
-        background, model = self.opened.context.background, self.planned.abstract.model
+        background = self.opened.context.background
+        model = adapted_shapes(self.opened.keys, self.planned.abstract)
         self.steps.compile_rest(background)
         for one in (self.evaluator, self.answers):
             if one:
                 one.compile(model, background, self.planned.executable)
 
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
-        params = self._merged(state)
+        params = self._adapted(state)
         if self.answers:
             with suppress(TrainingError):  # answers are no part of what the run is for
                 answers = self.answers(params)
@@ -532,7 +533,7 @@ class RunningPretraining:
         if self.evaluator:
             found[Metric.EVAL_LOSS] = self.evaluator(params).loss
             if state.average is not None:
-                found[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._merged(state.averaged)).loss
+                found[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._adapted(state.averaged)).loss
         tasks, model = self.opened.tasks, self.planned.tasks_model
         if tasks and model:
             try:
@@ -541,9 +542,9 @@ class RunningPretraining:
                 warn(f"step {step}: eval_tasks have no scores: {error}")
         return found
 
-    def _merged(self, state: TrainState) -> State:
-        """Returns the parameters of the model, its adapters merged into them."""
-        return self.merging(state.frozen, state.params) if self.merging and state.frozen is not None else state.params
+    def _adapted(self, state: TrainState) -> State:
+        """Returns the parameters of the model, with its adapters."""
+        return self.adapting(state.frozen, state.params) if self.adapting and state.frozen is not None else state.params
 
     def ahead(self) -> None:
         """Returns None: a batch is a function of its position."""
@@ -561,7 +562,7 @@ class RunningPretraining:
         has_text = is_of_data and not opened.is_own
         asks = prompt_flag(config.generate_prompt)
         if config.generate_prompt and has_text and not context.stop.is_asked:
-            params = self._merged(state)
+            params = self._adapted(state)
             try:
                 found = self._answer_sample(params) if opened.recipe.has_answers else None
                 text, asks = found or (self._text_sample(params), asks)

@@ -24,7 +24,7 @@ from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.reference import ReferencePass
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import OptimizerMaker
-from maxbatch.training.update.state import TrainState, abstract_state, init_state
+from maxbatch.training.update.state import TrainState, abstract_state, adapted_shapes, init_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
 from maxbatch.training.weights.checksums import CHECKSUMS, lower_checksums
 
@@ -115,6 +115,6 @@ class Programs:
             evaluator = Evaluator(
                 self.config, self.config.evaluation, self.placement, None, 1, eval_batch_size, self._objective
             )
-            yield evaluator.name, evaluator.lower(self.abstract.model)
+            yield evaluator.name, evaluator.lower(adapted_shapes(self.config, self.abstract))
         if self.config.checkpoint.enable_checkpointing:
             yield CHECKSUMS, lower_checksums(self.abstract.saved)

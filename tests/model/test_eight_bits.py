@@ -19,7 +19,7 @@ from maxbatch.model import eight_bits
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.eight_bits import CodedMatrices, MatrixCodes, eight_bit_einsum, quantised, without_values
 from maxbatch.model.experts.grouped import Groups
-from maxbatch.model.products import product
+from maxbatch.model.products import Adapted, product
 from tests.helpers.tiny import tiny_config
 
 TYPES: tuple[Quantization, ...] = ("int8", "fp8")
@@ -115,6 +115,33 @@ def test_grouped_products_are_those_of_numpy_with_scales_of_each_group(
     for found, wanted in zip((*(found[:real] for found in of_rows), grad_w), expected, strict=True):
         np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
     assert not any(found[real:].any() for found in of_rows)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("quantization", TYPES)
+def test_an_adapter_is_applied_beside_its_matrix_without_rounding(quantization: Quantization, form: str) -> None:
+    x, w = operands(form)
+    of_x, of_w, of_y = form.replace("->", ",").split(",")
+    num_inputs, rng = sum(axis not in of_y for axis in of_w), np.random.default_rng(2)
+    a = rng.normal(size=(*w.shape[:num_inputs], 3)).astype(np.float32)
+    b = rng.normal(size=(3, *w.shape[num_inputs:])).astype(np.float32)
+    grad = rng.normal(size=jax.eval_shape(partial(jnp.einsum, form), x, w).shape).astype(np.float32)
+
+    @jax.jit
+    def run(a: jax.Array, b: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull_back = jax.vjp(lambda a, b: product(jnp.asarray(x), Adapted(w, a, b, 0.5), form, quantization), a, b)
+        return y, *pull_back(grad)
+
+    forward, _ = NUMPY_TYPES[quantization]
+    grad_w = 0.5 * np.einsum(f"{of_x},{of_y}->{of_w}", x, grad)
+    flat = grad_w.reshape(-1, int(np.prod(w.shape[num_inputs:])))
+    expected = (
+        reference(x, w, form, forward, forward) + 0.5 * np.einsum(form, x, np.tensordot(a, b, 1)),
+        (flat @ b.reshape(3, -1).T).reshape(a.shape),
+        (a.reshape(-1, 3).T @ flat).reshape(b.shape),
+    )
+    for found, wanted in zip(run(a, b), expected, strict=True):
+        np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
 def first_token_changes(quantization: Quantization) -> bool:

@@ -99,6 +99,14 @@ def test_the_first_update_is_on_policy_in_eight_bits(tmp_path: Path) -> None:
     assert first["old_policy_kl"] < 1e-6 and first["grad_norm"] > 0
 
 
+def test_adapters_are_sampled_from_beside_matrices_in_eight_bits(tmp_path: Path) -> None:
+    train(tmp_path / "base", "steps=1")
+    keys = ("quantization=int8", "lora_rank=2", f"load_parameters_path={tmp_path / 'base'}", "learning_rate=0.05",
+            "learning_rate_schedule=constant", "warmup_steps_fraction=0", "steps=2", UNSAVED)  # fmt: skip
+    records = train(tmp_path / "run", *keys)
+    assert all(record["old_policy_kl"] < 1e-6 and record["grad_norm"] > 0 for record in records)
+
+
 def test_two_meshes_side_by_side_give_the_same_updates(reference: list[dict[str, Any]], tmp_path: Path) -> None:
     apart = (
         "trainer_devices_fraction=0.5",

@@ -8,10 +8,17 @@ from typing import Any
 
 import jax
 import pytest
+from flax import nnx
 
 from maxbatch import load_model
 from maxbatch.cli import main
+from maxbatch.data.stream.stream import open_stream
+from maxbatch.model.loss import loss_sums
 from maxbatch.training.pretraining import train
+from maxbatch.training.update.adapters import Adapters
+from maxbatch.training.update.state import abstract_model
+from maxbatch.training.weights.parameters import load_adapters
+from tests.helpers.parameters import load_parameters
 from tests.helpers.tiny import ONE_LAYER, UNSAVED, read_metrics, tiny_config
 
 pytestmark = pytest.mark.runs
@@ -68,6 +75,26 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run_dir = tmp_path_factory.mktemp("run")
     train(tiny_config(ONE_LAYER, "quantization=int8", "steps=2", f"run_dir={run_dir}"), jax.devices()[:1])
     return run_dir
+
+
+def test_adapters_stay_beside_matrices_in_eight_bits_on_any_layout(trained: Path, tmp_path: Path) -> None:
+    keys = ("lora_rank=2", f"load_parameters_path={trained}", "quantization=int8", "eval_interval=6",
+            "eval_fraction=0.02", "steps=6")  # fmt: skip
+    whole = run(tmp_path / "whole", "one device, one pass", ONE_LAYER, *keys)
+    cut = run(tmp_path / "cut", "context and tensor", ONE_LAYER, *keys)
+    assert_same_in_eight_bits(cut, whole, 2e-3)
+
+    base = load_parameters(trained)[2]
+    config, _, _, adapters = load_adapters(tmp_path / "whole")
+    config = config.replaced({"quantization": "int8"})
+    applied = Adapters.from_config(config.adapters, "int8")
+    assert applied is not None
+    model = nnx.merge(abstract_model(config)[0], applied.applied(base, adapters))
+    held_out = open_stream(config, "eval")
+    rows = held_out.read(0, held_out.samples_per_epoch)
+    total, weight = jax.jit(lambda model: loss_sums(model, *rows.values()))(model)
+    assert whole[-1]["eval_loss"] == pytest.approx(float(total / weight), rel=1e-5)
+    assert len(load_model(tmp_path / "whole").score([{"text": "def main():\n"}]).records) == 1, "merged, in dtype"
 
 
 @pytest.mark.parametrize("quantization", ["int8", "fp8"])

@@ -27,7 +27,7 @@ from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, w
 from maxbatch.model.experts.travel import Compute, sum_over_axis
 from maxbatch.model.mlp import ACTIVATIONS, Activation
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import product
+from maxbatch.model.products import Weight, product
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, num_shards
 
@@ -217,14 +217,12 @@ def computed_by(combine: Combine, platform: str, quantization: Quantization = ""
     ) -> jax.Array:  # fmt: skip
         into, out_of = Groups(sizes_E, platform, None, tensor), Groups(sizes_E, platform, tensor, None)
 
-        matrices: tuple[jax.Array | CodedMatrices, ...] = gate_ExDxF, up_ExDxF, down_ExFxD
+        matrices: tuple[Weight, ...] = gate_ExDxF, up_ExDxF, down_ExFxD
         if codes:
             matrices = tuple(map(CodedMatrices, (gate_ExDxF, up_ExDxF, down_ExFxD), codes))
         gate, up, down = matrices
 
-        def applied(
-            name: str, x: jax.Array, w: jax.Array | CodedMatrices, bias_ExF: jax.Array | None = None
-        ) -> jax.Array:
+        def applied(name: str, x: jax.Array, w: Weight, bias_ExF: jax.Array | None = None) -> jax.Array:
             y = product(x, w, out_of if name == "expert_down" else into, quantization)
             if bias_ExF is not None:  # as a product, whose gradient is one too
                 y += _one_hot(sizes_E, x.shape[0], y.dtype) @ bias_ExF

@@ -4,7 +4,8 @@ Reference: Hu et al. 2021 (https://arxiv.org/abs/2106.09685), section 4.1; A beg
 within 1 / sqrt(inputs)), B at zero.
 
 The sum is formed in float32 before the layers run, and rounded to `weight_dtype`, so the trained and exported models
-are the same. Flax's `nnx.LoRA` and Qwix adapt linear layers; the matrices here belong to none.
+are the same. Where products are in 8 bits, those of W are and those of its adapter are not, so the layers apply both
+apart. Flax's `nnx.LoRA` and Qwix adapt linear layers; the matrices here belong to none.
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, ParameterPath, of_experts
-from maxbatch.config.sections import AdapterConfig
+from maxbatch.config.sections import AdapterConfig, Quantization
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.model.parameters import parameter_path
+from maxbatch.model.products import Adapted
 from maxbatch.parallel.trees import KeyPath, State
 from maxbatch.system.errors import ConfigError
 
@@ -58,19 +60,22 @@ class Adapters:
       rank: columns of A.
       alpha: alpha / rank is the factor of A B.
       names: names of the matrices with adapters; empty: all.
+      are_apart: whether the layers apply a matrix and its adapter apart.
     """
 
     rank: int
     alpha: float
     names: frozenset[str]
+    are_apart: bool = False
 
     @classmethod
-    def from_config(cls, config: AdapterConfig) -> Adapters | None:
-        """Returns the adapters of a config; None without `lora_rank`."""
+    def from_config(cls, config: AdapterConfig, quantization: Quantization = "") -> Adapters | None:
+        """Returns the adapters of a config, for products of a type; None without `lora_rank`."""
         if not config.lora_rank:
             return None
         names = [name.strip() for name in config.lora_targets.split(",")]
-        return cls(config.lora_rank, float(config.lora_alpha), frozenset() if names == [ALL] else frozenset(names))
+        targets = frozenset() if names == [ALL] else frozenset(names)
+        return cls(config.lora_rank, float(config.lora_alpha), targets, bool(quantization))
 
     @property
     def scale(self) -> float:
@@ -118,6 +123,22 @@ class Adapters:
     def abstract(self, base: State) -> State:
         """Returns the shapes of the adapters."""
         state: State = jax.eval_shape(lambda: self.init(base, 0))
+        return state
+
+    def applied(self, base: State, adapters: State) -> State:
+        """Returns the parameters of the adapted model as its layers take them."""
+        return self.beside(base, adapters) if self.are_apart else self.merged(base, adapters)
+
+    def beside(self, base: State, adapters: State) -> State:
+        """Returns the parameters of `base`, each adapted matrix with its adapter: arrays, shapes or shardings."""
+        parts = {parameter_path(path): part for path, part in jax.tree.leaves_with_path(adapters)}
+
+        def adapted(path: KeyPath, matrix: jax.Array) -> jax.Array | Adapted:
+            *folder, name = parameter_path(path)
+            a, b = (parts.get((*folder, name + part)) for part in (_A, _B))
+            return matrix if a is None or b is None else Adapted(matrix, a, b, self.scale)
+
+        state: State = jax.tree.map_with_path(adapted, base)
         return state
 
     def merged(self, base: State, adapters: State) -> State:

@@ -126,7 +126,7 @@ class Accumulation:
         self._objective = objective
         self._model = model = ModelOnMesh(config, config.mesh, mesh, PARTIAL_AXES, objective.make_model)
         remat = Remat.of(config.remat)
-        self._adapters = adapters = Adapters.from_config(config.adapters)
+        self._adapters = adapters = Adapters.from_config(config.adapters, config.quantization)
         is_own = objective.make_model is not None
         self._sums_layers = config.scan_layers and not model.has_pipeline and not is_own and not adapters
         self.data_shards = mesh.shape["data"]
@@ -143,7 +143,7 @@ class Accumulation:
             params: State, layer_sums: State, others: State, scale: Scale | None, rows: Tree
         ) -> tuple[jax.Array, ObjectiveSums]:
             summing = SummingLayers(layer_sums[LAYERS], remat, model.constrain) if layer_sums else None
-            whole = model.staged(adapters.merged(others, params)) if adapters else nnx.merge_state(params, others)
+            whole = model.staged(adapters.applied(others, params)) if adapters else nnx.merge_state(params, others)
             sums = objective.sums(model.module(whole, summing), rows, model.row_shards)
             minimised = sums.loss
             if scale is not None:

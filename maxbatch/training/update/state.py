@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import DecoderConfig, UpdateConfig
 from maxbatch.config.matrices import LAYERS
-from maxbatch.config.sections import AdapterConfig
 from maxbatch.model.decoder import Decoder, LayerRunner
 from maxbatch.parallel.sharding import Constrain, parameter_shardings, unconstrained
 from maxbatch.parallel.trees import KeyPath, State
@@ -251,9 +250,17 @@ def _first_average(config: UpdateConfig, params: State) -> State | None:
     return None if config.optimizer.parameter_average_half_life is None else first_average(params)
 
 
-def compile_merging(config: AdapterConfig, abstract: TrainState) -> Callable[[State, State], State]:
-    """Compiles the program that merges adapters into their base model, (model, adapters) -> model."""
-    adapters = Adapters.from_config(config)
+def adapted_shapes(config: UpdateConfig, abstract: TrainState) -> State:
+    """Returns the shapes of the parameters that an eval reads: those of the model, with its adapters."""
+    adapters = Adapters.from_config(config.adapters, config.quantization)
+    return adapters.beside(abstract.model, abstract.params) if adapters and adapters.are_apart else abstract.model
+
+
+def compile_adapting(config: UpdateConfig, abstract: TrainState) -> Callable[[State, State], State]:
+    """Compiles the program that adapts a base model, (model, adapters) -> model; it is none if both stay apart."""
+    adapters = Adapters.from_config(config.adapters, config.quantization)
     assert adapters is not None, "the run trains adapters"
+    if adapters.are_apart:
+        return adapters.beside
     shardings = jax.tree.map(lambda x: x.sharding, abstract.model)
     return jax.jit(adapters.merged, out_shardings=shardings).lower(abstract.model, abstract.params).compile()
