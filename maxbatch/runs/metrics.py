@@ -20,6 +20,8 @@ from maxbatch.system.appending import open_appender
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, open_whole
 
+Record = dict[str, Any]  # the fields of a line, by name
+
 _NAME = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.
 _NULL, _NUMBER = type(None), (int, float)
@@ -41,7 +43,7 @@ _UNUSUAL = re.compile(rb"N|I|[0-9]{60}|[eE]\+?[0-9]{3}")
 class ScannedMetrics(NamedTuple):
     """The lines of `metrics.jsonl`."""
 
-    records: list[dict[str, Any]]  # one per update
+    records: list[Record]  # one per update
     holes: list[int]  # numbers, from 1, of lines with a value that is not finite or beyond 1e100
 
 
@@ -93,7 +95,7 @@ class MetricsLog(StepLog):
         super().__init__(folder, _NAME, step)
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
-        found: dict[int, list[tuple[bytes, dict[str, Any]]]] = defaultdict(list)
+        found: dict[int, list[tuple[bytes, Record]]] = defaultdict(list)
         for line in lines:
             record = _parse(line)
             if record and not _wrong_field(record):
@@ -126,7 +128,7 @@ class MetricsLog(StepLog):
         return not (is_next and growth and record["global_batch_size"] % growth)
 
 
-def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[dict[str, Any]]:
+def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[Record]:
     """Returns the records of a run's `metrics.jsonl`, one dict per update; none before the first.
 
     A number that was not finite is None.
@@ -192,7 +194,7 @@ def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
     return found
 
 
-def read_step_log(path: AnyPath) -> list[dict[str, Any]]:
+def read_step_log(path: AnyPath) -> list[Record]:
     """Returns the records of a file of JSON lines that each belong to an update; leaves out damaged lines.
 
     Raises:
@@ -220,7 +222,7 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
             line = file.readline(_LONGEST_LINE)
 
 
-def _parse(line: bytes, beyond: list[str] | None = None) -> dict[str, Any] | None:
+def _parse(line: bytes, beyond: list[str] | None = None) -> Record | None:
     """Returns the record of an update, None for a damaged line; appends numbers out of bounds to `beyond`."""
 
     def number(text: str, read: Callable[[str], float]) -> float | None:

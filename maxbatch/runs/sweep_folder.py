@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from maxbatch.runs.json_file import checked, read_json, write_json
-from maxbatch.runs.metrics import is_weightless, scan_metrics
+from maxbatch.runs.metrics import Record, is_weightless, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.system.storage import AnyPath
@@ -69,7 +69,7 @@ class Result(NamedTuple):
     at_equal_tokens: float | None = None  # its metric after the tokens of the shortest finished trial
 
 
-def metric_value(records: Sequence[Mapping[str, Any]], metric: str) -> float | None:
+def metric_value(records: Sequence[Record], metric: str) -> float | None:
     """Returns the metric of a run as `SWEEP_METRICS` defines it; None if it is missing or not finite."""
     if metric == Metric.EVAL_LOSS:
         evals = [record[metric] for record in records if metric in record]
@@ -104,7 +104,7 @@ class SweepFolder:
 
         return read_json(self.path / "sweep.json", _REMEDY, parse) or {}
 
-    def write(self, settings: Mapping[str, Any]) -> None:
+    def write(self, settings: Mapping[str, object]) -> None:
         write_json(self.path / "sweep.json", settings)
 
     def trial_folder(self, number: int) -> AnyPath:
@@ -140,7 +140,7 @@ class SweepFolder:
         """Returns how a trial ended, or how far it is."""
         return self._result(trial, metric, scan_metrics(trial.folder).records)
 
-    def _result(self, trial: Trial, metric: str, records: Sequence[Mapping[str, Any]]) -> Result:
+    def _result(self, trial: Trial, metric: str, records: Sequence[Record]) -> Result:
         status, reason = read_outcome(trial.folder) or (UNFINISHED, "")
         value = metric_value(records, metric)
         if status == Status.DONE and value is None:
@@ -156,7 +156,7 @@ class SweepFolder:
         def rank(result: Result) -> tuple[int, float]:
             return _BEST_FIRST.index(result.status), math.inf if result.value is None else result.value
 
-        def compared(result: Result, records: Sequence[Mapping[str, Any]]) -> Result:
+        def compared(result: Result, records: Sequence[Record]) -> Result:
             if result.status != Status.DONE:
                 return result
             upto = [record for record in records if record[Metric.TOKENS_SEEN] <= fewest]

@@ -26,7 +26,7 @@ from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
-from maxbatch.runs.metrics import MetricsLog, read_metrics
+from maxbatch.runs.metrics import MetricsLog, Record, read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.runs.run_folder import RunFolder
@@ -50,7 +50,7 @@ from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
-from maxbatch.training.record.recorder import Output, Record, Recorder, ThroughputMeter
+from maxbatch.training.record.recorder import Output, Recorder, ThroughputMeter
 from maxbatch.training.resuming import changed_reads, changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Built, Opened, Running, Start

@@ -9,9 +9,9 @@ import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from maxbatch.runs.metrics import is_weightless
+from maxbatch.runs.metrics import Record, is_weightless
 from maxbatch.runs.metrics_schema import Metric
 
 
@@ -31,7 +31,7 @@ class CriticalSize(NamedTuple):
     is_below_base: bool  # a smaller batch than the run's own is better by more than the tolerance
 
 
-def last_chunks(records: Sequence[Mapping[str, Any]], first: int, end: int, size: int) -> list[Chunk] | None:
+def last_chunks(records: Sequence[Record], first: int, end: int, size: int) -> list[Chunk] | None:
     """Returns the losses of `stream[first:end]` in chunks of `size` samples; None where a loss is not finite.
 
     The records, lines of `metrics.jsonl` in order, are of updates that each lie within one chunk. ValueError: they do

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
-from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics import Record, read_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import CheckpointRecord, DamagedError, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
@@ -33,7 +32,7 @@ class MeasuredRun:
 
     path: AnyPath
     config: Config
-    records: list[dict[str, Any]]  # its updates
+    records: list[Record]  # its updates
     checkpoints: dict[int, CheckpointRecord]  # committed checkpoints, by step
     num_devices: int  # of the branches
 

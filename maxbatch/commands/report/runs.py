@@ -8,14 +8,13 @@ import itertools
 import json
 import statistics
 from collections.abc import Sequence
-from typing import Any
 
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.pages.page import RunColumns
 from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
-from maxbatch.runs.metrics import scan_metrics
+from maxbatch.runs.metrics import Record, scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M
 from maxbatch.runs.sessions import Session, read_sessions
 from maxbatch.system.errors import ConfigError, reading
@@ -66,7 +65,7 @@ class ReportedRun:
     name: str  # names it on the page
     path: AnyPath
     config: Config | None  # None for a folder without one
-    records: list[dict[str, Any]]  # the lines of its metrics
+    records: list[Record]  # the lines of its metrics
     devices: list[DevicesUsed]  # oldest first; empty if the run did not record them
     sessions: list[Session]  # oldest first; empty if the run did not record them
     holes: list[int]  # lines of the metrics with a number that is not finite
@@ -137,7 +136,7 @@ class ReportedRun:
         return [*self.reward_functions, *self.tasks]
 
     @property
-    def steady(self) -> list[dict[str, Any]]:
+    def steady(self) -> list[Record]:
         """The records without the first updates, whose speed is not typical."""
         return self.records[self._num_unsteady :]
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
+from maxbatch.runs.metrics import Record
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError, StoreFull, TrainingError, reason
 from maxbatch.system.storage import AnyPath, place_here, send
 from maxbatch.training.record.loggers import numbers_of
-from maxbatch.training.record.recorder import Record
 
 
 @contextlib.contextmanager

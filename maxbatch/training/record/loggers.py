@@ -20,11 +20,12 @@ from typing import NamedTuple
 
 from maxbatch.config.values import Value
 from maxbatch.runs.json_file import read_json, write_json
+from maxbatch.runs.metrics import Record
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
-from maxbatch.training.record.recorder import Output, Record
+from maxbatch.training.record.recorder import Output
 
 IDS_FILE = "trackers.json"
 _FLUSH_S = 10.0

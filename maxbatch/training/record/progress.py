@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
 
 from rich.console import Console
 
+from maxbatch.runs.metrics import Record
 from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.sessions import TimePart
 from maxbatch.system.bars import LINE_S, Bar, Pace, progress_bar
@@ -106,7 +106,7 @@ class RunProgress:
         self._unprinted, self._printed_at, self._pause_s = "", time.monotonic(), LINE_S
         self._console.print(folded_parts(line.split(" | "), self._width))
 
-    def append(self, record: dict[str, Any]) -> None:
+    def append(self, record: Record) -> None:
         """Shows a record of `metrics.jsonl`."""
         step, line = record[Metric.STEP], self._line(record)
         remarks = []

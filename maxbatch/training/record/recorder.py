@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 
 from maxbatch.config.combined import RecordConfig
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.plan.rampup import RampupBatchManager
+from maxbatch.runs.metrics import Record
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import Position
 from maxbatch.system.chips import chip_of, mfu_peak
@@ -61,9 +62,6 @@ class ThroughputMeter:
         tokens_per_second = num_rows * self._length / seconds
         tflops = tokens_per_second * self._flops_per_token / self._num_devices / 1e12
         return Throughput(seconds, tokens_per_second, tflops, tflops / self._peak if self._peak else None)
-
-
-Record = dict[str, Any]
 
 
 class Output(Protocol):
