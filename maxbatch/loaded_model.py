@@ -270,7 +270,7 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def load_model(path: str | os.PathLike[str], *, averaged: bool = False, **keys: Any) -> LoadedModel:
+def load_model(path: str | os.PathLike[str], *, averaged: bool = False, **keys: object) -> LoadedModel:
     """Loads a model onto the devices of this machine.
 
     Args:

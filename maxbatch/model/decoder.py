@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ class LayerRunner(Protocol):
         """Returns the numbers of the layers in the order in which their parameters come stacked."""
 
     def __call__(
-        self, layers: Layers, stacked: Stacked, x_MxLxD: jax.Array, slots: Slots, /
+        self, layers: Layers[RoutingSums | None], stacked: Stacked, x_MxLxD: jax.Array, slots: Slots, /
     ) -> tuple[jax.Array, RoutingSums | None]:
         """Returns x after all layers and their sums, stacked alike; `layers` runs as many as are stacked."""
 
@@ -211,7 +211,7 @@ class Decoder(nnx.Module):
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
 
-        def layers_of(layerdef: nnx.GraphDef[DecoderLayer]) -> Layers:
+        def layers_of(layerdef: nnx.GraphDef[DecoderLayer]) -> Layers[RoutingSums | None]:
             def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, RoutingSums | None]:
                 is_local = self._is_local(one)
                 rope = None if ropes is None else ropes.of(is_local, partial(lengths_in_segments, slots.segments_MxL))
@@ -219,7 +219,9 @@ class Decoder(nnx.Module):
 
             return layer
 
-        def plainly(layerdef: nnx.GraphDef[DecoderLayer], x_MxLxD: jax.Array, stacked: Stacked) -> Any:
+        def plainly(
+            layerdef: nnx.GraphDef[DecoderLayer], x_MxLxD: jax.Array, stacked: Stacked
+        ) -> tuple[jax.Array, RoutingSums | None]:
             in_loop = self.scan_layers and stacked.num_layers > 1
             layer = checkpointed(layers_of(layerdef), self.remat, in_loop)
             return _run_layers(layer, self.scan_layers, x_MxLxD, slots, stacked)
@@ -272,7 +274,9 @@ class Decoder(nnx.Module):
         def run(
             carried: tuple[jax.Array, Cache], layerdef: nnx.GraphDef[DecoderLayer], stacked: Stacked, first: int
         ) -> tuple[jax.Array, Cache]:
-            def layer(carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]) -> Any:
+            def layer(
+                carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]
+            ) -> tuple[tuple[jax.Array, Cache], None]:
                 (x_BxTxD, cache), (index, one) = carried, numbered
                 is_local = self._is_local(one)
                 rope = None if ropes is None else ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
@@ -359,7 +363,7 @@ def lengths_in_segments(segments_MxL: jax.Array) -> jax.Array:
 
 
 def _run_layers(
-    layer: Layers, scanned: bool, x_MxLxD: jax.Array, slots: Slots, stacked: Stacked
+    layer: Layers[RoutingSums | None], scanned: bool, x_MxLxD: jax.Array, slots: Slots, stacked: Stacked
 ) -> tuple[jax.Array, RoutingSums | None]:
     """Returns x after all stacked layers, which run in a loop or one by one, and their sums, stacked alike."""
     if scanned and stacked.num_layers > 1:

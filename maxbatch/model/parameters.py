@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,13 @@ from flax import nnx
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import Parameter, ParameterPath, parameters
 from maxbatch.config.sections import ModelConfig
+from maxbatch.parallel.trees import KeyPath
 
 # Standard deviation of a unit normal that is truncated at two.
 _TRUNCATED_STDDEV = 0.87962566103423978
 
 
-def parameter_path(path: Any) -> ParameterPath:
+def parameter_path(path: KeyPath) -> ParameterPath:
     """Returns the names that lead to a parameter, from its path in a tree of `jax.tree_util`."""
     return tuple(str(entry.key) for entry in path if hasattr(entry, "key"))
 

@@ -8,6 +8,7 @@ Shapes: M micro-batch, L length, H query heads, K key and value heads, h head_di
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -59,7 +60,14 @@ def splash_attend(
 
     scale = scores.scale or head_dim**-0.5
 
-    def attend_here(kernel: Any, q: Any, k: Any, v: Any, q_segments: Any, kv_segments: Any) -> jax.Array:
+    def attend_here(
+        kernel: Callable[..., jax.Array],
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        q_segments: jax.Array,
+        kv_segments: jax.Array,
+    ) -> jax.Array:
         # Scaled in float32: rounding the scale to bfloat16 would shift every score alike.
         if scale != 1.0:
             q = (q.astype(jnp.float32) * scale).astype(q.dtype)
@@ -98,7 +106,7 @@ def _kernel(
 
     query_shards, head_shards = shards
     block_q, block_kv = block_size(length // query_shards), block_size(length)
-    mask: Any = masks.CausalMask((length, length), shard_count=query_shards)
+    mask: masks.Mask = masks.CausalMask((length, length), shard_count=query_shards)
     if sees_window:
         mask = masks.LocalMask((length, length), (scores.window - 1, 0), 0, shard_count=query_shards)
     return kernels.make_splash_mha(

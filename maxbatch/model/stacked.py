@@ -43,7 +43,7 @@ class Stacked(NamedTuple):
         numbers = [None] * num_layers if self.number is None else self.number
         return [Stacked(own, self._is_local(layer), numbers[layer]) for layer, own in enumerate(parameters)]
 
-    def _is_local(self, layer: int) -> Any:
+    def _is_local(self, layer: int) -> Static | jax.Array | None:
         known = isinstance(self.is_local, np.ndarray)
         if self.is_local is None:
             return None

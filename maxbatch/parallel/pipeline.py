@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,9 +31,10 @@ from maxbatch.parallel.sharding import Constrain, activation_constraint, num_sha
 from maxbatch.parallel.trees import Tree, TreeOf
 from maxbatch.plan.mesh_shape import pipeline_microbatches
 
+Sums = TypeVar("Sums")  # of a layer, or of several, stacked
 # (x_bxLxD, slots of [b, L] each, the parameters of one layer, or of several stacked in order) -> (x_bxLxD, sums over
 # the rows, if the layers have any, stacked alike)
-Layers = Callable[[jax.Array, Any, Any], tuple[jax.Array, Any]]
+Layers = Callable[[jax.Array, Any, Any], tuple[jax.Array, Sums]]
 
 _STREAM = ("stage", None, "batch", "length", "embed")
 
@@ -78,7 +79,9 @@ class Pipeline:
         """The ticks of one pass: M x R of work for each stage, and S - 1 to fill and drain."""
         return self.num_microbatches * self.num_repeats + self.num_stages - 1
 
-    def __call__(self, layers: Layers, stacked: Tree, x_BxLxD: jax.Array, slots: TreeOf) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, layers: Layers[Sums], stacked: Tree, x_BxLxD: jax.Array, slots: TreeOf
+    ) -> tuple[jax.Array, Sums]:
         """Returns x after all layers, stacked in `stage_order`, and their sums; B is divisible by batch_shards x M."""
         S, M = self.num_stages, self.num_microbatches
         columns = M // S
@@ -94,7 +97,7 @@ class Pipeline:
         home = S - 1 - (S - 1) // columns
         is_first, is_home = (self._per_stage(stage_S == s) for s in (0, home))
 
-        def tick(carried: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[Any, None]:
+        def tick(carried: tuple[jax.Array, jax.Array], t: jax.Array) -> tuple[tuple[jax.Array, jax.Array], Tree]:
             stream_SxCxbxLxD, moved_SxbxLxD = carried
             head_SxbxLxD = _column(stream_SxCxbxLxD, t % columns)
             # While the other stages drain, the first one works on zeros: unused, but they must stay finite.
@@ -133,7 +136,7 @@ class Pipeline:
         """Returns the numbers of the layers in `stage_order`."""
         return np.arange(num_layers).reshape(self.num_repeats, self.num_stages, -1).swapaxes(0, 1).reshape(-1)
 
-    def _stages(self, layers: Layers) -> Callable[..., tuple[jax.Array, Any]]:
+    def _stages(self, layers: Layers[Sums]) -> Callable[..., tuple[jax.Array, Sums]]:
         """Returns a function that runs all stages at once, each on its part with the weights of its repeat."""
 
         def of_repeat(weight_RxN: jax.Array, repeat: jax.Array) -> jax.Array:
@@ -142,7 +145,7 @@ class Pipeline:
             array: jax.Array = jax.lax.dynamic_index_in_dim(weight_RxN, repeat, keepdims=False)
             return array
 
-        def stage(weights_RxN: Tree, repeat: jax.Array, x_bxLxD: jax.Array, slots: Tree) -> tuple[jax.Array, Any]:
+        def stage(weights_RxN: Tree, repeat: jax.Array, x_bxLxD: jax.Array, slots: Tree) -> tuple[jax.Array, Sums]:
             return layers(
                 self.remat.entering(x_bxLxD), slots, jax.tree.map(lambda w: of_repeat(w, repeat), weights_RxN)
             )

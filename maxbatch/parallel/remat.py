@@ -79,7 +79,7 @@ def checkpointed(layer: Callable[..., Output], remat: Remat, in_loop: bool) -> C
     if remat.keeps_all:
         return layer
 
-    def named(x_MxLxD: jax.Array, *others: Any) -> Output:
+    def named(x_MxLxD: jax.Array, *others: object) -> Output:
         return layer(remat.entering(x_MxLxD), *others)
 
     run = named if INPUT in remat.on_host else layer

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import hashlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -112,7 +112,7 @@ def check_parts(parts: Parts) -> None:
         _check_call("optimizer", optimizer, "(learning_rate)", None)
 
 
-def _check_call(argument: str, function: Any, call: str, *args: Any, **kwargs: Any) -> None:
+def _check_call(argument: str, function: object, call: str, *args: object, **kwargs: object) -> None:
     if not callable(function):
         raise ConfigError(f"{argument}: must be a function or a class, not {type(function).__name__}")
     try:
@@ -126,7 +126,7 @@ def _check_call(argument: str, function: Any, call: str, *args: Any, **kwargs: A
         raise ConfigError(f"{argument}: is called as {name}{call}, but takes {name}{signature} ({error})") from None
 
 
-def name_of(function: Any) -> str:
+def name_of(function: object) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
@@ -149,7 +149,7 @@ def module_maker(model: ModelMaker, name: str) -> ModelMaker:
       ConfigError: (the function) the result is not a `flax.nnx.Module` with floating-point parameters.
     """
 
-    def make(*, rngs: nnx.Rngs) -> Any:
+    def make(*, rngs: nnx.Rngs) -> nnx.Module:
         with _naming(f"the model, as {name}(config, rngs=rngs)"):
             made = model(rngs=rngs)
         if not isinstance(made, nnx.Module):
@@ -188,7 +188,7 @@ def optimizer_maker(optimizer: Optimizer | None, config: OptimizerConfig) -> Opt
         )
         return lambda _: optimizer
 
-    def make(learning_rate: Any, /) -> optax.GradientTransformation:
+    def make(learning_rate: float | jax.Array, /) -> optax.GradientTransformation:
         with _naming(f"the optimizer, as {name_of(optimizer)}(learning_rate)"):
             made = optimizer(learning_rate)
         if not isinstance(made, optax.GradientTransformation):
@@ -251,7 +251,7 @@ class _RoutedModel:
         return self._routing
 
 
-def next_token_loss(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
+def next_token_loss(model: Callable[[jax.Array, jax.Array], object], rows: Rows) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of the cross-entropies of each next token, and the sum of the weights, in float32.
 
     All logits exist at once, float32[M, L, V]; the config's own loss is fused with the last projection and keeps a
@@ -260,7 +260,9 @@ def next_token_loss(model: Any, rows: Rows) -> tuple[jax.Array, jax.Array]:
     return _next_token_sums(model, rows)
 
 
-def _next_token_sums(model: Any, rows: Rows, vocab_size: int = 1) -> tuple[jax.Array, jax.Array]:
+def _next_token_sums(
+    model: Callable[[jax.Array, jax.Array], object], rows: Rows, vocab_size: int = 1
+) -> tuple[jax.Array, jax.Array]:
     logits, wanted = model(rows.tokens, rows.segments), ", ".join(map(str, rows.tokens.shape))
     if not isinstance(logits, jax.Array):
         raise ConfigError(f"model: returned {_described(logits)}; it must be logits, an array [{wanted}, V]")
@@ -291,7 +293,7 @@ def _checked(returned: Any) -> tuple[jax.Array, jax.Array]:
     return loss.astype(jnp.float32), weight.astype(jnp.float32)
 
 
-def _described(value: Any) -> str:
+def _described(value: object) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return type(value).__name__ if shape is None else f"{dtype}[{', '.join(map(str, shape))}]"
 

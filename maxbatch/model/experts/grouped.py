@@ -13,13 +13,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import sequential_vmap
 
 Product = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+_Kept = tuple[jax.Array, jax.Array, jax.Array]  # rows, matrices and sizes, for the gradient
 
 
 def _one_by_one(product: Product) -> Product:
@@ -56,11 +57,11 @@ def grouped_product(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, pl
     return _forward(x_nxD, w_ExDxF, sizes_E, platform)[0]
 
 
-def _forward(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str) -> tuple[jax.Array, Any]:
+def _forward(x_nxD: jax.Array, w_ExDxF: jax.Array, sizes_E: jax.Array, platform: str) -> tuple[jax.Array, _Kept]:
     return _PRODUCTS[platform](False)(x_nxD, w_ExDxF, sizes_E), (x_nxD, w_ExDxF, sizes_E)
 
 
-def _backward(platform: str, kept: Any, grad_nxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _backward(platform: str, kept: _Kept, grad_nxF: jax.Array) -> tuple[jax.Array, jax.Array, None]:
     x_nxD, w_ExDxF, sizes_E = kept
     grad_x_nxD = _PRODUCTS[platform](True)(grad_nxF, w_ExDxF, sizes_E)
     return grad_x_nxD, outer_products(x_nxD, grad_nxF, sizes_E, platform), None

@@ -12,7 +12,7 @@ Shapes: N layers with experts, E experts, k experts of a token.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from flax import nnx
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import ROUTED_BIAS, num_layers
 from maxbatch.model.experts.routing import RoutingSums, carried
-from maxbatch.parallel.trees import State
+from maxbatch.parallel.trees import State, Tree
 
 _IS_BIAS = nnx.PathContains(ROUTED_BIAS)
 
@@ -122,8 +122,8 @@ class Balance:
 class BalancedState(NamedTuple):
     """The optimizer's state of a model with experts, and the previous update's choices."""
 
-    optimizer: Any
-    last_counts_NxE: Any  # int32 array, its shape or its sharding
+    optimizer: Tree
+    last_counts_NxE: Tree  # int32 array, its shape or its sharding
 
 
 def learned(params: State, balance: Balance | None) -> State:

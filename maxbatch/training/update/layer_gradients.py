@@ -9,14 +9,13 @@ sums from layer to layer and adds each layer's gradient in place. The forward pa
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.model.stacked import Stacked
-from maxbatch.parallel.pipeline import Layers
+from maxbatch.parallel.pipeline import Layers, Sums
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import Constrain
 from maxbatch.parallel.trees import State, Tree
@@ -39,7 +38,9 @@ class SummingLayers:
         """Returns the layer numbers in the stacked order of parameters: unchanged."""
         return np.arange(num_layers)
 
-    def __call__(self, layers: Layers, stacked: Stacked, x_MxLxD: jax.Array, slots: Tree, /) -> tuple[jax.Array, Any]:
+    def __call__(
+        self, layers: Layers[Sums], stacked: Stacked, x_MxLxD: jax.Array, slots: Tree, /
+    ) -> tuple[jax.Array, Sums]:
         """Runs all layers; returns x and the layers' outputs, stacked. `layers(x, slots, stacked)` runs several.
 
         Raises:
@@ -49,7 +50,7 @@ class SummingLayers:
             raise RuntimeError("layers whose gradients are summed in place must run once per gradient")
         self._has_run = True
 
-        def layer(x_MxLxD: jax.Array, slots: Tree, one: Stacked) -> tuple[jax.Array, Any]:
+        def layer(x_MxLxD: jax.Array, slots: Tree, one: Stacked) -> tuple[jax.Array, Sums]:
             x_MxLxD, of_layer = layers(x_MxLxD, slots, jax.tree.map(lambda p: p[None], one))
             return x_MxLxD, jax.tree.map(lambda only: only[0], of_layer)
 
@@ -59,7 +60,7 @@ class SummingLayers:
 
         def run_one(
             carried: tuple[jax.Array, Tree], numbered: tuple[jax.Array, Stacked]
-        ) -> tuple[tuple[jax.Array, Tree], Any]:
+        ) -> tuple[tuple[jax.Array, Tree], Sums]:
             (x_MxLxD, sums), (index, one) = carried, numbered
             parameters, sums = _tie(one.parameters, sums, index)
             x_MxLxD, of_layer = layer(x_MxLxD, slots, one._replace(parameters=parameters))

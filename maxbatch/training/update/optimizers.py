@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from maxbatch.system.errors import ConfigError
 class OptimizerMaker(Protocol):
     """A function that makes a user's optimizer for one update; all share the form of the state."""
 
-    def __call__(self, learning_rate: Any, /) -> optax.GradientTransformation:
+    def __call__(self, learning_rate: float | jax.Array, /) -> optax.GradientTransformation:
         """Returns the optimizer for an update's learning rate, a float32 scalar inside the program."""
 
 

@@ -10,7 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -23,7 +23,7 @@ from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.parallel.hosts import warn
-from maxbatch.parallel.trees import State, TreeOf
+from maxbatch.parallel.trees import KeyPath, State, TreeOf
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, missing_folder
@@ -172,7 +172,7 @@ class StoredCheckpoint:
         converted: State = jax.tree.unflatten(tree, [self._converted(stored, keys, x) for keys, x in leaves])
         return converted
 
-    def _converted(self, stored: dict[str, StoredParameter], keys: Any, wanted: jax.ShapeDtypeStruct) -> jax.Array:
+    def _converted(self, stored: dict[str, StoredParameter], keys: KeyPath, wanted: jax.ShapeDtypeStruct) -> jax.Array:
         """Reads a parameter and converts its type."""
         path = tuple(entry.key for entry in keys if hasattr(entry, "key"))
         there = jax.ShapeDtypeStruct(wanted.shape, stored[parameter_name(keys)].dtype, sharding=wanted.sharding)

@@ -127,7 +127,7 @@ class Checkpoints:
           ConfigError: the checkpoint has another dataset, seed, tokenizer or model, or cannot be read.
         """
 
-        def look() -> dict[str, Any] | None:
+        def look() -> dict[str, object] | None:
             remove_unfinished(self._folder)
             records = (self._look(step)[1] for step in committed_steps(self._run_dir))
             return next(filter(None, records), None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from flax import nnx
@@ -133,7 +133,7 @@ def placed(params: State, where: Mesh | jax.Device) -> State:
     return found
 
 
-def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[Any], State]:
+def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[nnx.Module], State]:
     """Reads the model graph and parameters of a source onto a mesh, or (None) the first device.
 
     Raises:

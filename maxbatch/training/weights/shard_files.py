@@ -168,7 +168,7 @@ def index_of(forms: Sequence[ArrayForm], files: Files, **more: object) -> bytes:
     return json.dumps(content | {"checksum": _checksum(content)}).encode()
 
 
-def _checksum(content: Any) -> str:
+def _checksum(content: object) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
