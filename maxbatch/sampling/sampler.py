@@ -323,7 +323,7 @@ def _check_finite(logprobs: jax.Array | np.ndarray) -> None:
         raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
 
 
-def _limits(program: _Program, prompt_lengths_B: Any, rules: _Rules) -> Any:
+def _limits(program: _Program, prompt_lengths_B: jax.Array | np.ndarray, rules: _Rules) -> jax.Array:
     """Returns the most tokens of prompt and response."""
     return jnp.minimum(prompt_lengths_B + rules.max_new_tokens, program.length)
 

@@ -16,7 +16,7 @@ class NpyHeader(NamedTuple):
     """The header of a file of one array."""
 
     size: int  # values of the array
-    dtype: np.dtype[Any]
+    dtype: np.dtype
     offset: int  # bytes before the values
 
 

@@ -235,10 +235,10 @@ def _call(folder: str, function: Callable[..., Answer], args: Sequence[object], 
     return function(*args, **kwargs)
 
 
-_functions: dict[str, Callable[[Any], Any]] = {}  # of a worker process: by pool
+_functions: dict[str, Callable[[object], object]] = {}  # of a worker process: by pool
 
 
-def _served(name: str, boxed: Sequence[Any], item: object) -> Any:
+def _served(name: str, boxed: Sequence[object], item: object) -> Any:
     """Calls the function of a pool, which the first task of a worker process sets up."""
     import ray
 

@@ -21,12 +21,15 @@ from collections.abc import Callable, Mapping
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, read_range
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 BLOCKS = "blocks.bin"
 BLOCK_BYTES = 128
@@ -43,7 +46,7 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK_BYTES)
 
 
-def block_hashes(data: Any) -> np.ndarray:
+def block_hashes(data: bytes | memoryview | np.ndarray) -> np.ndarray:
     """Returns the hashes (uint32 [blocks], not masked) of a buffer, the last block filled with zeros."""
     data_n = np.frombuffer(data, np.uint8)
     hashes = np.empty(num_blocks(len(data_n)), _HASH)
@@ -77,7 +80,7 @@ class BlockHasher:
         self._take = take
         self._rest = b""
 
-    def update(self, data: Any) -> None:
+    def update(self, data: Buffer) -> None:
         """Adds the next bytes of the file."""
         view = memoryview(data).cast("B")
         if self._rest:
@@ -124,7 +127,7 @@ class Blocks:
         """The size of the file of hashes, in bytes."""
         return self._total * _HASH.itemsize
 
-    def check(self, name: str, begin: int, data: object) -> None:
+    def check(self, name: str, begin: int, data: bytes | memoryview | np.ndarray) -> None:
         """Checks bytes of a file from `begin`, a block's beginning, to the end of a block or of the file.
 
         Raises:
@@ -181,7 +184,7 @@ class MappedFile:
       blocks: its hashes; None if the store has none.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype[Any], size: int, blocks: Blocks | None) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, size: int, blocks: Blocks | None) -> None:
         self._path, self._size, self._blocks = path, size, blocks
         with open(path, "rb") as file:
             self._refuse_shrunk(os.fstat(file.fileno()).st_size)

@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,6 +28,9 @@ from maxbatch.data.store.tokenise import Tokenised
 from maxbatch.system.bounded import read_bytes, read_json
 from maxbatch.system.npy import read_npy
 from maxbatch.system.storage import AnyPath, file_sizes, remove_tree, upload
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 _ARRAYS = {"counts": "uint8", "lengths": "int64", "digests": "uint8", "held_out": "int64", "hashes": "uint32"}
 _COUNTS = ("jobs", "tokens", "source_bytes", "skipped", "text_bytes")
@@ -133,7 +136,7 @@ class ShardWriter:
         if self._keep:
             self._shard.hashes.append(hashes)
 
-    def write(self, data: Any) -> int:
+    def write(self, data: Buffer) -> int:
         """Writes tokens of the job that is at work."""
         if self._is_full:
             self._close()

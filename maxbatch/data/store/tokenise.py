@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,6 +26,9 @@ from maxbatch.system.errors import TrainingError
 from maxbatch.system.ray_cluster import RayCluster, RayPool
 from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
 # Batches large enough to be worth a call of the library, and small enough for the processor's cache.
 _BATCH_BYTES = 1 << 18
 _BATCH_DOCUMENTS = 1024
@@ -38,7 +41,7 @@ _COPY_BYTES = 1 << 18
 class Writable(Protocol):
     """The file that tokens are written to."""
 
-    def write(self, data: Any, /) -> object: ...
+    def write(self, data: Buffer, /) -> object: ...
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sized
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
@@ -73,7 +73,7 @@ class OwnRows:
             return {name: np.zeros((0, self.row_length), dtype) for name, dtype in empty.items()}
         return {name: np.stack([row[name] for row in rows]) for name in rows[0]}
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, object]:
         """Returns the figures of an epoch that are known without reading it."""
         return {"samples": self.num_rows, "slots": self.num_rows and self.num_rows * self.row_length}
 

@@ -9,7 +9,7 @@ import hashlib
 import operator
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from grain.experimental import index_shuffle
@@ -40,7 +40,7 @@ class SampleRows(Protocol):
 
     def batch(self, indices: Indices) -> RowArrays: ...  # the samples with these indices, in their order
 
-    def stats(self) -> dict[str, Any]: ...  # the figures of an epoch
+    def stats(self) -> dict[str, object]: ...  # the figures of an epoch
 
 
 class Epochs:
@@ -57,7 +57,7 @@ class Epochs:
     def batch(self, indices: Indices) -> RowArrays:
         return self.rows.batch([self.place(index).row for index in indices])
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, object]:
         return _figures([self.rows])
 
 
@@ -104,7 +104,7 @@ class Mixed:
         """Returns the number of samples of each source among samples 0 to position - 1."""
         return dict(zip(self._names, self._order.counts(position), strict=True))
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self) -> dict[str, object]:
         sources = {name: epochs.stats() for name, epochs in zip(self._names, self._epochs, strict=True)}
         together = _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
         if isinstance(self._order, InTurn):
@@ -117,7 +117,7 @@ class Mixed:
         return together
 
 
-def _figures(parts: Sequence[RowSource]) -> dict[str, Any]:
+def _figures(parts: Sequence[RowSource]) -> dict[str, object]:
     samples = sum(rows.num_rows for rows in parts)
     slots = sum(rows.num_rows * rows.row_length for rows in parts)
     tokens = sum(rows.num_tokens for rows in parts)

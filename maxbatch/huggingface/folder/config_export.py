@@ -180,7 +180,7 @@ def _long_factors(config: DecoderConfig) -> Json:
     return factors | ({"attention_factor": config.rope_attention_factor} if config.rope_attention_factor else {})
 
 
-def _plain(number: float) -> Any:
+def _plain(number: float) -> int | float:
     return int(number) if float(number).is_integer() else number
 
 

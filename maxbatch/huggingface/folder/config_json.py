@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-from typing import Any
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
@@ -190,7 +189,7 @@ class _Fields:
     def keys(self) -> dict[str, str]:
         stated, family = self._stated, self._family
         width, heads, layers = (stated[name] for name in ("hidden_size", "num_attention_heads", "num_hidden_layers"))
-        keys: dict[str, Any] = {
+        keys: dict[str, object] = {
             "decoder_block": family.decoder_block,
             "base_emb_dim": width,
             "base_num_query_heads": heads,
@@ -222,7 +221,7 @@ class _Fields:
         stated: int | None = self._stated.get("intermediate_size")
         return 4 * width if stated is None and not self._family.has_rope else self._stated["intermediate_size"]
 
-    def _experts(self) -> dict[str, Any]:
+    def _experts(self) -> dict[str, object]:
         """Returns the keys of experts; the weights of balance are those that training states."""
         stated, width = self._stated, self._stated.get("moe_intermediate_size")
         return {
@@ -232,7 +231,7 @@ class _Fields:
             "norm_topk_prob": self._family.always_normalises or bool(stated.get("norm_topk_prob")),
         }
 
-    def _latents(self) -> dict[str, Any]:
+    def _latents(self) -> dict[str, object]:
         """Returns the keys of DeepSeek's form."""
         stated = self._stated
         heads, kv_heads = stated["num_attention_heads"], stated.get("num_key_value_heads")
@@ -266,7 +265,7 @@ class _Fields:
                               f"{self._family.decoder_block}")  # fmt: skip
         return f"{ours},linear" if self._family.is_gated else ours
 
-    def _windows(self, num_layers: int) -> dict[str, Any]:
+    def _windows(self, num_layers: int) -> dict[str, object]:
         window = self._stated.get("sliding_window")
         if "use_sliding_window" in self._stated and not self._stated["use_sliding_window"]:
             window = None
@@ -291,7 +290,7 @@ class _Fields:
             return [LOCAL if layer >= first else GLOBAL for layer in range(num_layers)]
         return [GLOBAL]
 
-    def _rope(self) -> dict[str, Any]:
+    def _rope(self) -> dict[str, object]:
         stated = self._stated
         rope = dict(stated.get("rope_parameters") or {})
         local_base = stated.get("rope_local_base_freq")
@@ -333,7 +332,7 @@ class _Fields:
             keys |= _scales_of_latents(rope, kind == "yarn")
         return keys
 
-    def _long_factors(self, rope: Json, original: int) -> dict[str, Any]:
+    def _long_factors(self, rope: Json, original: int) -> dict[str, object]:
         factor = rope.get("factor") or max(1.0, self._stated["max_position_embeddings"] / original)
         short, long = (",".join(map(str, map(float, rope[f"{which}_factor"]))) for which in ("short", "long"))
         return {
@@ -342,7 +341,7 @@ class _Fields:
         }  # fmt: skip
 
 
-def _scales_of_latents(rope: Json, is_yarn: bool) -> dict[str, Any]:
+def _scales_of_latents(rope: Json, is_yarn: bool) -> dict[str, object]:
     """Returns the keys of the two factors by which DeepSeek's YaRN scales rotated parts, and scores."""
     own, of_scores = (rope.get(name) or 0.0 for name in ("mscale", "mscale_all_dim"))
     if not is_yarn:
@@ -351,7 +350,7 @@ def _scales_of_latents(rope: Json, is_yarn: bool) -> dict[str, Any]:
     def grown(by: float) -> float:
         return 0.1 * by * math.log(rope["factor"]) + 1.0 if rope["factor"] > 1 else 1.0
 
-    keys: dict[str, Any] = {"mscale": of_scores}
+    keys: dict[str, object] = {"mscale": of_scores}
     if rope.get("attention_factor") is None and own and of_scores:
         keys["rope_attention_factor"] = grown(own) / grown(of_scores)
     return keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from maxbatch.config.families import Json
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
 
@@ -37,7 +38,7 @@ _TEXT = ("model_type", "hidden_act")
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
-def check_fields(stated: dict[str, Any], own_names: Mapping[str, str], where: str) -> None:
+def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None:
     """Raises ConfigError for a field of the wrong type or beyond its bound; null stands for a field that is missing.
 
     Args:

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple, TypeGuard
+from typing import NamedTuple, TypeGuard
 
 import ml_dtypes
 import numpy as np
@@ -21,7 +21,7 @@ from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, is_remote, read_range
 
 INDEX = "model.safetensors.index.json"
-DTYPES: dict[str, np.dtype[Any]] = {
+DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
     "F32": np.dtype(np.float32),
     "F16": np.dtype(np.float16),
