@@ -14,7 +14,7 @@ import pickle
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -35,6 +35,14 @@ class Layout(NamedTuple):
     rows_per_pass: int  # rows of one pass, of all devices together; the last pass may hold fewer
 
 
+class _Trainer(Protocol):
+    """The functions that a trainer must have."""
+
+    def init(self) -> object: ...
+    def step(self, state: Any, batch: Batch, /) -> Any: ...  # (state, metrics)
+    def params(self, state: Any, /) -> object: ...
+
+
 Make = Callable[[Layout], object]
 
 
@@ -50,7 +58,7 @@ class Saved(NamedTuple):
     """A saved state."""
 
     pickled: bytes
-    state: Any = None  # a deep copy, of a state that cannot be pickled
+    state: object = None  # a deep copy, of a state that cannot be pickled
     problem: str = ""  # why it cannot be
 
 
@@ -81,7 +89,7 @@ class Subject:
 
     def __init__(self, make: Make) -> None:
         self.make = make
-        self._made_before: dict[Layout, object] = {}
+        self._made_before: dict[Layout, _Trainer] = {}
         self._reusable: dict[tuple[bool, bool], bool] = {}
         self._shapes: dict[str, tuple[int, ...]] | None = None
 
@@ -120,13 +128,13 @@ class Subject:
             state = saved.state if saved.problem else pickle.loads(saved.pickled)
         return self._updated(trainer, state, batches)[0]
 
-    def _is_same_again(self, trainer: object, found: Run, batches: Sequence[Batch]) -> bool:
+    def _is_same_again(self, trainer: _Trainer, found: Run, batches: Sequence[Batch]) -> bool:
         try:
             return is_equal(found, self._run(trainer, batches))
         except Refused:
             return False
 
-    def _made(self, layout: Layout) -> object:
+    def _made(self, layout: Layout) -> Any:
         with _refusing():
             trainer = self.make(layout)
             lacking = [name for name in ("init", "step", "params") if not callable(getattr(trainer, name, None))]
@@ -137,10 +145,10 @@ class Subject:
             )
         return trainer
 
-    def _run(self, trainer: object, batches: Sequence[Batch]) -> Run:
+    def _run(self, trainer: _Trainer, batches: Sequence[Batch]) -> Run:
         return self._updated(trainer, _init(trainer), batches)[0]
 
-    def _updated(self, trainer: Any, state: Any, batches: Sequence[Batch]) -> tuple[Run, Any]:
+    def _updated(self, trainer: _Trainer, state: object, batches: Sequence[Batch]) -> tuple[Run, object]:
         first, rounding = self._params(trainer, state)  # the rounding of the last parameters, which have moved
         params, losses, metrics = [first], [], []
         for batch in batches:
@@ -160,7 +168,7 @@ class Subject:
             raise ConfigError("step: metrics['loss'] must be there after every update, or after none")
         return Run(params, losses, metrics, rounding), state
 
-    def _params(self, trainer: Any, state: Any) -> tuple[dict[str, np.ndarray], dict[str, float]]:
+    def _params(self, trainer: _Trainer, state: object) -> tuple[dict[str, np.ndarray], dict[str, float]]:
         with _refusing():
             params = trainer.params(state)
             named = {str(name): array for name, array in params.items()} if isinstance(params, Mapping) else {}
@@ -177,12 +185,12 @@ class Subject:
         return found, {name: _rounding(array) for name, array in named.items()}
 
 
-def _init(trainer: Any) -> Any:
+def _init(trainer: _Trainer) -> object:
     with _refusing():
         return trainer.init()
 
 
-def _numbers(name: str, array: Any) -> np.ndarray:
+def _numbers(name: str, array: object) -> np.ndarray:
     """Returns a parameter in float64; raises ConfigError unless it holds real numbers."""
     if not isinstance(array, np.ndarray | np.generic):
         kind = type(array).__name__

@@ -274,7 +274,7 @@ def _places(section: type) -> dict[str, tuple[str, ...]]:
     return places
 
 
-def _as_section(hint: Any) -> type[Section] | None:
+def _as_section(hint: object) -> type[Section] | None:
     return hint if isinstance(hint, type) and issubclass(hint, Section) else None
 
 

@@ -8,7 +8,6 @@ import sys
 import traceback
 import warnings
 from multiprocessing.connection import Connection
-from typing import Any
 
 import pytest
 from _pytest._io import TerminalWriter
@@ -115,7 +114,7 @@ class HostSession:
             self._warnings.append(Warned(sent, warning_message.filename, warning_message.lineno))
 
 
-def _is_picklable(value: Any) -> bool:
+def _is_picklable(value: object) -> bool:
     try:
         pickle.dumps(value)
     except Exception:

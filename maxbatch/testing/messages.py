@@ -16,9 +16,9 @@ When = Literal["setup", "call", "teardown"]
 class SessionOptions:
     """The options of the caller's pytest, from which a host opens a session of its own."""
 
-    option: dict[str, Any]
+    option: dict[str, object]
     arguments: list[str]
-    worker: dict[str, Any] | None  # by which plugins know a worker of pytest-xdist, if the caller is one
+    worker: dict[str, object] | None  # by which plugins know a worker of pytest-xdist, if the caller is one
     files: list[str]  # that hold the tests of these hosts
 
 

@@ -67,7 +67,7 @@ class Pod:
         __tracebackhide__ = True
         self._exchange("barrier()", None)
 
-    def same(self, x: Any) -> None:
+    def same(self, x: object) -> None:
         """Checks that all hosts hold the same values, bit by bit.
 
         Args:
@@ -95,7 +95,7 @@ class Pod:
         if different:
             shown = different[:_MOST_SHOWN]
             own = {key: leaves[key[0]][key[1]] for key in shown if key[1] in leaves[key[0]]}
-            values: dict[int, dict[tuple[str, str], Any]] = self._exchange("same()", own)
+            values: dict[int, dict[tuple[str, str], object]] = self._exchange("same()", own)
             lines = [difference(key, {host: v[key] for host, v in values.items() if key in v}) for key in shown]
             more = [f"and {len(different) - len(shown)} more"] if len(different) > len(shown) else []
             raise AssertionError("\n".join(["the hosts disagree:", *lines, *more]))
@@ -137,7 +137,7 @@ class _Hashed(NamedTuple):
     digest: bytes
 
 
-def _hashed(value: Any) -> _Hashed:
+def _hashed(value: object) -> _Hashed:
     import numpy as np
 
     if isinstance(value, np.ndarray):
@@ -146,12 +146,12 @@ def _hashed(value: Any) -> _Hashed:
     return _Hashed(type(value).__name__, repr(value).encode())
 
 
-def _leaves(x: Any) -> dict[str, dict[str, Any]]:
+def _leaves(x: object) -> dict[str, dict[str, object]]:
     """Returns the leaves of a tree by their path, and of each its parts by their slices: arrays, or other objects."""
     import jax
     import numpy as np
 
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, object]] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(x)[0]:
         name = jax.tree_util.keystr(path)
         if isinstance(leaf, jax.Array):
@@ -163,14 +163,14 @@ def _leaves(x: Any) -> dict[str, dict[str, Any]]:
     return found
 
 
-def _shards(name: str, array: jax.Array) -> dict[str, Any]:
+def _shards(name: str, array: jax.Array) -> dict[str, object]:
     import jax
     import jax.numpy as jnp
     import numpy as np
 
     if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
         array = jax.random.key_data(array)
-    parts: dict[str, Any] = {}
+    parts: dict[str, object] = {}
     for shard in array.addressable_shards:
         slices = [f"{s.start or 0}:{s.stop or n}" for s, n in zip(shard.index, array.shape, strict=True)]
         part = "" if shard.data.shape == array.shape else f"[{', '.join(slices)}]"

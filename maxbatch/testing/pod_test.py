@@ -6,7 +6,7 @@ import pickle
 import re
 import time
 import warnings
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
@@ -19,7 +19,7 @@ _TEARDOWN_S = 5.0  # which a test has in any case
 _REPORTS = pytest.StashKey[dict[str, Merged]]()
 _POOL = pytest.StashKey[Pool]()
 # Options of the caller that a host does not follow: it runs the tests that it is told to, and reports to the caller.
-_OWN_OPTIONS: dict[str, Any] = {
+_OWN_OPTIONS: dict[str, object] = {
     "capture": "no", "usepdb": False, "trace": False, "setuponly": False, "setupshow": False, "setupplan": False,
     "collectonly": False, "keyword": "", "markexpr": "", "deselect": None, "maxfail": 0, "plugins": [],
     "numprocesses": None, "maxprocesses": None, "dist": "no", "tx": [], "distload": False, "cov_source": [],

@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
 def _plan(measured: MeasuredRun, args: argparse.Namespace, folder: AnyPath) -> MeasurementPlan:
     """Returns the plan of these flags as of their first use, even if the run has continued since."""
     path = folder / "plans.json"
-    plans: dict[str, dict[str, Any]] = read_json(path, "remove it", dict) or {}
+    plans: dict[str, dict[str, object]] = read_json(path, "remove it", dict) or {}
     stated = {name: getattr(args, name) for name in ("checkpoints", "factors", "samples", "scaling")}
     texts = {name: joined(value) if isinstance(value, tuple) else value for name, value in stated.items()}
     if args.decay:

@@ -6,7 +6,7 @@ Requests become tokens and answers become figures by the harness's own rules, as
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from lm_eval.api.model import TemplateLM
@@ -20,6 +20,13 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.training.harness.asked_model import AskedModel
 
 _MAX_NEW_TOKENS = 256  # default of a task, as in the harness
+
+
+class _Request(Protocol):
+    """A request of the harness."""
+
+    @property
+    def args(self) -> tuple[Any, ...]: ...
 
 
 class HarnessModel(TemplateLM):
@@ -79,12 +86,12 @@ class HarnessModel(TemplateLM):
             )
         return self._chat.text(list(chat_history))
 
-    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[_Request], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns each continuation's log-probability, and whether its tokens are the likeliest."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[_Request], disable_tqdm: bool = True) -> list[float]:
         """Returns each whole text's log-probability, in windows of the model's context."""
         windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
         owners: list[int] = []
@@ -118,7 +125,7 @@ class HarnessModel(TemplateLM):
             found.append((float(np.sum(logprobs, dtype=np.float64)), bool(is_likeliest.all())))
         return found
 
-    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = True) -> list[str]:
+    def generate_until(self, requests: Sequence[_Request], disable_tqdm: bool = True) -> list[str]:
         """Completes each context, up to the request's stop texts."""
         found = [""] * len(requests)
         by_rules: dict[tuple[SamplingRules, tuple[str, ...]], list[int]] = {}
@@ -131,7 +138,7 @@ class HarnessModel(TemplateLM):
                 found[number] = text
         return found
 
-    def rules(self, stated: Mapping[str, Any], task: str = "a task") -> tuple[SamplingRules, tuple[str, ...]]:
+    def rules(self, stated: Mapping[str, object], task: str = "a task") -> tuple[SamplingRules, tuple[str, ...]]:
         """Returns a request's sampling rules, and its stop texts.
 
         Raises:
