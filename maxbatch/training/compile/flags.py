@@ -28,9 +28,12 @@ if TYPE_CHECKING:
 VARIABLE = "LIBTPU_INIT_ARGS"
 AUTO, NONE = "auto", "none"
 
-# Collectives overlap computation where they can; by default they block it.
+# Collectives overlap computation where they can; by default they block it. Asynchronous exchanges of tokens leave 0.04
+# instead of 0.14 GB exposed, at the same cycles and 7% more temporaries (2 layers of 8 experts of 1,024 x 1,024 over 4
+# devices, 2 rows of 1,024 tokens each, v5p:2x2x1, libtpu 0.0.46).
 _ASYNC = {
     "--xla_enable_async_all_gather": "true",
+    "--xla_tpu_enable_async_all_to_all": "true",
     "--xla_tpu_overlap_compute_collective_tc": "true",
     "--xla_tpu_enable_data_parallel_all_reduce_opt": "true",
     "--xla_tpu_data_parallel_opt_different_sized_ops": "true",
