@@ -226,7 +226,7 @@ def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
     _check_layers(values, fault)
     _check_experts(values, keys, fault)
     if values["quantization"] == "int8":
-        _check_int8_sums(number, fault)
+        _check_int8_sums(number, FAMILIES[str(values["decoder_block"])].has_latents, fault)
     warmup, decay = number["warmup_steps_fraction"], number["wsd_decay_steps_fraction"]
     if values["learning_rate_schedule"] == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
@@ -319,7 +319,7 @@ _NOT_OF_LATENTS = (
 )  # fmt: skip
 
 
-def _check_int8_sums(number: Mapping[str, float], fault: Callable[..., ConfigError]) -> None:
+def _check_int8_sums(number: Mapping[str, float], has_latents: bool, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = (
         f"so small with quantization=int8 that no product sums over more than {_MOST_INT8_TERMS:,}, which int32 holds"
@@ -328,10 +328,11 @@ def _check_int8_sums(number: Mapping[str, float], fault: Callable[..., ConfigErr
         times = number["shared_experts"] or 1 if name == "base_moe_mlp_dim" else 1
         if number[name] * times > _MOST_INT8_TERMS:
             raise fault(name, rule, _MOST_INT8_TERMS // int(times))
-    width, kv_heads = int(number["head_dim"]), int(number["base_num_kv_heads"])
-    width = max(width, int(number["qk_nope_head_dim"] + max(number["qk_rope_head_dim"], number["v_head_dim"])))
+    width, together = int(number["head_dim"]), int(number["base_num_kv_heads"])
+    if has_latents:
+        width, together = int(number["qk_nope_head_dim"] + max(number["qk_rope_head_dim"], number["v_head_dim"])), 1
     if number["base_num_query_heads"] * width > _MOST_INT8_TERMS:
-        raise fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * kv_heads) * kv_heads)
+        raise fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
 
 
 def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
