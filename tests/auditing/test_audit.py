@@ -228,7 +228,7 @@ def test_the_command_prints_a_table_and_its_exit_code_is_the_verdict(capsys: pyt
     assert main(["audit", "trainer.py:wrong"]) == 1
     out = capsys.readouterr().out
     assert "2 rows, 2 passes of 1 on 1 device, 1 update; tokens 7 + 1" in out
-    assert f"\nuneven, remainder, padding: mean of means; {CAUSES['mean of means']}\n" in out
+    assert f"\nuneven, empty, remainder, padding: mean of means; {CAUSES['mean of means']}\n" in out
     assert "a NaN among the weights of a batch: the parameters are no longer finite (no promise is about this)\n" in out
     assert out.endswith("broken: uneven, empty, remainder, padding\n")
     assert main(["audit", "trainer.py:wrong", "--json", "--seed", "3"]) == 1
