@@ -76,6 +76,7 @@ def read_json(
     what: str,
     *,
     most_bytes: int = MOST_BYTES,
+    most_values: int = _MOST_JSON_VALUES,
     most_depth: int = MOST_DEPTH,
     unique: bool = False,
     finite: bool = True,
@@ -86,6 +87,7 @@ def read_json(
       source: a path, or the content itself.
       what: names it in messages.
       most_bytes: bound on its size.
+      most_values: bound on its values.
       most_depth: bound on lists and objects in one another; 1 allows a flat object.
       unique: refuses an object that states a key twice; else the last one holds.
       finite: refuses NaN, Infinity and numbers that overflow to it.
@@ -97,8 +99,8 @@ def read_json(
     """
     content = source if isinstance(source, bytes | str) else read_bytes(source, what, most_bytes)
     check_size(len(content), what, most_bytes)
-    if _values(content) > _MOST_JSON_VALUES:
-        raise RefusedContent(f"{what}: {TOO_MANY_VALUES}")
+    if _values(content) > most_values:
+        raise RefusedContent(f"{what}: {_too_many(most_values)}")
     try:
         value = json.loads(
             content,
@@ -118,7 +120,11 @@ def read_json(
     return value
 
 
-TOO_MANY_VALUES = f"holds more than {_MOST_JSON_VALUES:,} values, the most that are read"
+def _too_many(most: int) -> str:
+    return f"holds more than {most:,} values, the most that are read"
+
+
+TOO_MANY_VALUES = _too_many(_MOST_JSON_VALUES)
 
 
 def has_too_many_values(line: bytes) -> bool:

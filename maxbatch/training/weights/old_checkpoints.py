@@ -31,9 +31,14 @@ def is_old(item: AnyPath) -> bool:
     return any((item / name).exists() for name in _MARKS)
 
 
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """Filters errors that Orbax logs besides raising them."""
+    return "orbax" not in record.pathname
+
+
 @contextlib.contextmanager
 def _here(item: AnyPath) -> Iterator[Path]:
-    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)  # it also raises what it logs
+    logging.getLogger("absl").addFilter(_is_not_of_orbax)
     with tempfile.TemporaryDirectory(prefix="maxbatch-") as temporary:
         here = Path(temporary, "item")
         if is_remote(item):

@@ -31,7 +31,8 @@ _THREADS = 4
 _MOST_BLOCK = 16 << 20  # bytes; a reader of a part of an array reads whole blocks
 _MOST_READ = 32 << 20  # bytes of neighbouring blocks read by one request
 _MOST_FILE = 64 << 20  # bytes, which one request writes to a store
-_MOST_INDEX = 64 << 20  # bytes
+# Bounds of an index: a whole state has a block of each device for each array, of some 60 bytes and 5 values.
+_MOST_INDEX, _MOST_VALUES = 4 << 30, 300_000_000
 _ONLY_FILE = "blocks.bin"  # of local checkpoints made before indices named their files
 DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing or of another kind
 
@@ -184,7 +185,7 @@ def read_index(path: AnyPath) -> tuple[StoredArrays, dict[str, Any]]:
       OSError, ConfigError, TrainingError: the system or the store refuses.
     """
     try:
-        content = bounded.read_json(path, str(path), most_bytes=_MOST_INDEX, finite=False)
+        content = bounded.read_json(path, str(path), most_bytes=_MOST_INDEX, most_values=_MOST_VALUES, finite=False)
         if content.pop("checksum") != _checksum(content):
             raise DamagedError(f"{path.name} does not match its checksum")
         forms = tuple(ArrayForm(name, tuple(shape), dtype) for name, shape, dtype in content["arrays"])

@@ -25,7 +25,7 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.weights import shard_files, shards
 from maxbatch.training.weights.checkpoint_writing import Save, remove_unfinished
-from maxbatch.training.weights.shard_files import INDEX, OTHER_ARRAYS, cut, read_index
+from maxbatch.training.weights.shard_files import INDEX, OTHER_ARRAYS, ArrayForm, cut, index_of, read_index
 from maxbatch.training.weights.shards import read_item
 from tests.helpers.stores import Store
 
@@ -192,6 +192,22 @@ def leave_a_block_out(item: Path) -> None:
     blocks.pop()
     del content["checksum"]
     (item / INDEX).write_bytes(shard_files.index_of(content["arrays"], content["files"]))
+
+
+@pytest.mark.runs
+def test_the_index_of_an_unrolled_model_on_a_thousand_devices_can_be_read(tmp_path: Path) -> None:
+    """126 layers of 9 matrices, as llama3-405b has; its file is larger than one host's part of a state ever is."""
+    num_arrays, num_devices = 126 * 9, 1024
+    forms = [ArrayForm(f"[{number}]", (num_devices, 64), "float32") for number in range(num_arrays)]
+    files = {
+        f"0a1b2c3d-{device}-0.bin": [
+            (f"{number}:{device}-{device + 1},0-64", 256 * number, 1 << 31) for number in range(num_arrays)
+        ]
+        for device in range(num_devices)
+    }
+    (tmp_path / INDEX).write_bytes(index_of(forms, files))
+    stored, _ = read_index(tmp_path / INDEX)
+    assert len(stored.places) == num_arrays * num_devices
 
 
 @pytest.mark.parametrize(
