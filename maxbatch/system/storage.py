@@ -16,15 +16,16 @@ import re
 import secrets
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar, overload
+from typing import TYPE_CHECKING, BinaryIO, overload
 
 from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.object_stores import file_system, meaning
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.stores import STORES
 from maxbatch.system.stores.store import MAX_REQUESTS, split
+from maxbatch.system.threads import in_threads
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer, TypeIs
@@ -38,7 +39,6 @@ _MOST_BYTES = 800  # bound of a name; stores allow 1,024, and a run appends its 
 
 
 AnyPath = Path | RemotePath
-T = TypeVar("T")
 
 
 def scheme_of(text: str) -> str | None:
@@ -154,7 +154,7 @@ def remove_tree(path: AnyPath) -> None:
     paths = [found for found, _ in path.files()]
     if path.is_file():
         paths.append(path)
-    _each(paths, lambda found: found.unlink(missing_ok=True))
+    in_threads(lambda found: found.unlink(missing_ok=True), paths, MAX_REQUESTS)
 
 
 def move_tree(source: AnyPath, target: AnyPath) -> None:
@@ -291,15 +291,7 @@ def is_whole(folder: AnyPath, last: str) -> bool:
 def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
     names = [found.relative_to(source) for found, _ in source.files()]
     for group in ([n for n in names if str(n) != last], [n for n in names if str(n) == last]):
-        _each(group, lambda name: (source / name).copy(target / name))
-
-
-def _each(items: Iterable[T], do: Callable[[T], None]) -> None:
-    """Makes one request per object in parallel; re-raises the first failure."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-objects") as pool:
-        list(pool.map(do, items))
+        in_threads(lambda name: (source / name).copy(target / name), group, MAX_REQUESTS)
 
 
 def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None) -> None:
@@ -321,7 +313,7 @@ def fetch_tree(source: RemotePath, target: Path) -> None:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(found.read_bytes())
 
-    _each([found for found, _ in source.files()], fetch)
+    in_threads(fetch, [found for found, _ in source.files()], MAX_REQUESTS)
 
 
 def write_parts(path: AnyPath, parts: Sequence[Buffer]) -> None:

@@ -13,10 +13,9 @@ import hashlib
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
@@ -25,9 +24,10 @@ from maxbatch.runs.position import DamagedError
 from maxbatch.system import bounded
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.storage import AnyPath, file_sizes, read_range, write_parts
+from maxbatch.system.threads import in_threads
 
 INDEX = "index.json"  # of the arrays in a folder
-_THREADS = 4
+THREADS = 4  # that read, copy or write blocks
 _MOST_BLOCK = 16 << 20  # bytes; a reader of a part of an array reads whole blocks
 _MOST_READ = 32 << 20  # bytes of neighbouring blocks read by one request
 _MOST_FILE = 64 << 20  # bytes, which one request writes to a store
@@ -39,8 +39,6 @@ DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is 
 Spans = tuple[tuple[int, int], ...]
 Files = dict[str, list[tuple[str, int, int]]]  # by data file: name, offset and CRC-32 of its blocks
 OTHER_ARRAYS = "its arrays are those of another model or optimizer"
-T = TypeVar("T")
-R = TypeVar("R")
 
 
 class ArrayForm(NamedTuple):
@@ -118,12 +116,6 @@ def _parts(spans: Spans, itemsize: int, axis: int = 0) -> Iterator[Spans]:
         yield from _parts(part, itemsize, axis + 1)
 
 
-def in_threads(do: Callable[[T], R], items: Iterable[T]) -> list[R]:
-    """Applies a function to items at the same time; the first failure is raised, and what has not begun is left."""
-    with ThreadPoolExecutor(_THREADS, "maxbatch-blocks") as threads:
-        return list(threads.map(do, items))
-
-
 # --- writing ---
 
 
@@ -147,7 +139,7 @@ def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -
         offsets = accumulate(map(len, contents), initial=0)
         return list(zip(files[file], offsets, map(zlib.crc32, contents), strict=False))
 
-    return dict(zip(files, in_threads(write, files), strict=True))
+    return dict(zip(files, in_threads(write, files, THREADS), strict=True))
 
 
 def _filled(blocks: Mapping[str, np.ndarray]) -> Iterator[list[str]]:
@@ -221,7 +213,7 @@ def read_blocks(stored: StoredArrays, names: Iterable[str]) -> tuple[dict[str, n
                 found[name] = np.frombuffer(data, np.dtype(stored.forms[array].dtype)).reshape(sides(spans))
         return found, None
 
-    results = in_threads(read, groups)
+    results = in_threads(read, groups, THREADS)
     blocks = {name: block for found, _ in results for name, block in found.items()}
     return blocks, [error for _, error in results if error is not None]
 

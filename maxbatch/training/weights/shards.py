@@ -15,15 +15,16 @@ from maxbatch.parallel.trees import Tree, TreeOf
 from maxbatch.runs.position import DamagedError
 from maxbatch.system.errors import reading
 from maxbatch.system.storage import AnyPath
+from maxbatch.system.threads import in_threads
 from maxbatch.training.weights.old_checkpoints import is_old, read_old
 from maxbatch.training.weights.shard_files import (
     INDEX,
     OTHER_ARRAYS,
+    THREADS,
     ArrayForm,
     Spans,
     block_of,
     cut,
-    in_threads,
     missing_array,
     read_blocks,
     read_index,
@@ -62,7 +63,7 @@ def blocks_here(leaves: Sequence[jax.Array], of_all_hosts: bool) -> dict[str, np
     }
     for data in shards.values():
         data.copy_to_host_async()
-    copies = in_threads(_copied, shards.values())
+    copies = in_threads(_copied, shards.values(), THREADS)
     return {
         name: block
         for (array, spans), copy in zip(shards, copies, strict=True)
