@@ -23,8 +23,8 @@ import jax
 from maxbatch.parallel.deaths import LastSaved
 from maxbatch.parallel.heartbeats import Heartbeats, backstop_of, leave
 from maxbatch.parallel.jax_internals import coordination
+from maxbatch.system import warning
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import error_width, folded, printable
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -171,10 +171,9 @@ def is_first() -> bool:
 
 
 def warn(message: str) -> None:
-    """Prints one line on standard error, folded on a terminal; the command continues."""
+    """Prints a warning on the first host alone."""
     if is_first():
-        line = folded(f"maxbatch: warning: {printable(message)}", 0, error_width())
-        print(line, file=sys.stderr, flush=True)
+        warning.warn(message)
 
 
 def broadcast(make: Callable[[], T]) -> T:

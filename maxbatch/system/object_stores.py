@@ -11,7 +11,6 @@ import importlib.util
 import logging
 import random
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,10 +18,10 @@ from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
-from maxbatch.system.folding import printable
 from maxbatch.system.patience import Patience, patience
 from maxbatch.system.stores import STORES
 from maxbatch.system.stores.store import FileSystem, ObjectStore, chain, has_lost, split, status_of
+from maxbatch.system.warning import warn
 
 T = TypeVar("T")
 
@@ -76,8 +75,7 @@ def _persist(url: str, request: Callable[[], T], patience: Patience) -> T:
                 raise _given_up(failure, started, patience) from error
             waited = time.monotonic() - started
             if attempt and waited > _LONGEST_PAUSE_S:
-                told = f"maxbatch: warning: {printable(str(failure))}; trying again, for {left:.0f} s more"
-                print(told, file=sys.stderr, flush=True)
+                warn(f"{failure}; trying again, for {left:.0f} s more")
         pause = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt) * random.uniform(0.5, 1.5)
         patience.sleep(min(pause, max(0.0, left)))
         attempt += 1

@@ -13,7 +13,7 @@ from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.rl import learner, rollout
 from maxbatch.rl.prompts import Prompt
-from maxbatch.training.compile import compiler
+from maxbatch.system.warning import warn_once
 from maxbatch.training.update.state import init_state
 from tests.helpers.policies import KEYS, RL
 
@@ -24,7 +24,7 @@ REFUSED = {"xla_tpu_of_no_compiler": "true"}  # by the compiler of this machine,
 def test_rl_goes_on_without_a_flag_that_the_compiler_refuses(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    compiler._warn.cache_clear()
+    warn_once.cache_clear()
     for module in (learner, rollout):
         monkeypatch.setattr(module, "program_options", lambda *_: REFUSED)
     config = load_config(RL, [*KEYS, "reward=math", "micro_batch_size=-1"])

@@ -9,8 +9,6 @@ the others wait.
 from __future__ import annotations
 
 import contextlib
-import functools
-import sys
 from pathlib import Path
 
 from maxbatch.config.combined import StoreConfig
@@ -22,6 +20,7 @@ from maxbatch.data.store.token_store import Manifest, TokenStore, load_folder, o
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
+from maxbatch.system.warning import warn_once
 
 
 def find_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store | None:
@@ -91,15 +90,10 @@ def _cached_store(folder: Path) -> TokenStore | None:
 
 def _warn_without_hashes(store: TokenStore) -> None:
     if store.blocks is None:
-        _warn_once(
+        warn_once(
             f"{store.folder}: the tokenised data were made without hashes of their blocks, so damage to them goes "
             "unnoticed; to add hashes, remove the folder and prepare them again"
         )
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    print(f"maxbatch: warning: {message}", file=sys.stderr, flush=True)
 
 
 def _prepared_store(config: StoreConfig, tokenizer: Tokenizer, key: str) -> TokenStore:

@@ -3,7 +3,7 @@
 The index is a header (`MMIDIDX`, version 1, the type of tokens, the numbers of sequences and of document marks), then
 int32 lengths of sequences in tokens, int64 places of sequences in PREFIX.bin in bytes, int64 marks (document d is
 sequences marks[d] to marks[d + 1] - 1), and for a multimodal store int8 modes of sequences. PREFIX.bin is the tokens,
-sequence after sequence. Reference: `megatron/core/datasets/indexed_dataset.py`.
+sequence after sequence; bytes after the last one are not read. Reference: `megatron/core/datasets/indexed_dataset.py`.
 
 Of a store in a bucket the index, 20 bytes a document, is copied into the cache once; tokens are read by range. The
 index is checked as a whole when a store is first opened. The format has no checksums, so damage to a token goes
@@ -40,6 +40,7 @@ from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.source_files import SourceFile, storage_of, typed_reason
 from maxbatch.system.storage import AnyPath, as_path, is_remote, read_range
+from maxbatch.system.warning import warn_once
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, marks
@@ -75,16 +76,15 @@ class IndexTable(LocalTable):
     Args:
       path: the index, on this machine.
       layout: its sizes.
-      num_tokens: of all documents.
     """
 
-    def __init__(self, path: Path, layout: _ArraySizes, num_tokens: int) -> None:
+    def __init__(self, path: Path, layout: _ArraySizes) -> None:
         super().__init__(layout.num_documents)
-        self._path, self._layout, self._num_tokens = path, layout, num_tokens
+        self._path, self._layout = path, layout
 
     def __getstate__(self) -> dict[str, object]:
         # Another process maps the file itself; a pickled map would contain all of it.
-        return {name: self.__dict__[name] for name in ("_path", "_layout", "_num_tokens", "_num_documents")}
+        return {name: self.__dict__[name] for name in ("_path", "_layout", "_num_documents")}
 
     @cached_property
     def lengths_S(self) -> np.ndarray:
@@ -108,6 +108,11 @@ class IndexTable(LocalTable):
         has_modes = self._path.stat().st_size > self._layout.size
         return self._mapped("i1", self._layout.size, self._layout.num_sequences if has_modes else 0)
 
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens of all documents."""
+        return int(self.places_S[-1]) // self._layout.itemsize + int(self.lengths_S[-1])
+
     def _mapped(self, dtype: str, begin: int, count: int) -> np.ndarray:
         if not count:  # an empty part of a file cannot be mapped
             return np.zeros(0, dtype)
@@ -117,7 +122,7 @@ class IndexTable(LocalTable):
         sequence_n = self.marks_D[documents_n]
         last = self._layout.num_sequences - 1
         place_n = self.places_S[np.minimum(sequence_n, last)] // self._layout.itemsize
-        array: np.ndarray = np.where(sequence_n > last, self._num_tokens, place_n)
+        array: np.ndarray = np.where(sequence_n > last, self.num_tokens, place_n)
         return array
 
     def check(self, token_bytes: int) -> str:
@@ -127,7 +132,7 @@ class IndexTable(LocalTable):
           token_bytes: of the file of tokens.
 
         Raises:
-          ValueError: sequences overlap, leave gaps or do not end with the file; marks that are out of order; modes of
+          ValueError: sequences overlap, leave gaps or end after the file; marks that are out of order; modes of
             sequences that are not text.
         """
         content, end = hashlib.blake2b(digest_size=16), 0
@@ -141,12 +146,14 @@ class IndexTable(LocalTable):
                 raise ValueError(f"sequence {number} has mode {modes_n[number - first]}: only text (mode 0) is read")
             content.update(self.lengths_S[first : first + _CHUNK].tobytes())
             end = int(ends_n[-1])
-        if end != token_bytes:
+        if end > token_bytes:
             raise ValueError(f"its sequences have {end} bytes, and the .bin file has {token_bytes}")
+        if first_mark := int(self.marks_D[0]):
+            raise ValueError(f"its first document begins at sequence {first_mark}, and must begin at 0")
         last = 0
         for first in range(0, self._layout.num_documents + 1, _CHUNK):
             marks_n = self.marks_D[first : first + _CHUNK]
-            if (np.diff(marks_n, prepend=last) < 0).any() or (not first and marks_n[0]):
+            if (np.diff(marks_n, prepend=last) < 0).any():
                 raise ValueError(f"documents {first} to {first + len(marks_n) - 1} are not in order")
             content.update(marks_n.tobytes())
             last = int(marks_n[-1])
@@ -255,20 +262,23 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
 
     layout = _layout(read_range(index_file, 0, _HEADER.size), files[1].size, damaged)
     path = index_file if isinstance(index_file, Path) else _copied(config, files[1])
-    num_tokens = files[0].size // layout.itemsize
-    table = IndexTable(path, layout, num_tokens)
+    table = IndexTable(path, layout)
+    num_bytes = table.num_tokens * layout.itemsize
     if not isinstance(content, str):
         try:
-            parts = [table.check(files[0].size), *_digests(bin_file, files[0].size)]
+            parts = [table.check(files[0].size), *_digests(bin_file, num_bytes)]
         except ValueError as error:
             raise damaged(str(error)) from None
         content = hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
         with contextlib.suppress(OSError):  # the cache may only be read
             keep(cached, content)
+    if files[0].size > num_bytes:
+        warn_once(f"{where}: {bin_file} has {files[0].size} bytes, and the sequences of {index_file.name} end after "
+                  f"{num_bytes}; the rest is not read")  # fmt: skip
     facts: StoreFacts = {
         "content": content,
         "documents": layout.num_documents,
-        "tokens": num_tokens,
+        "tokens": table.num_tokens,
         "held_out": [],
         "skipped_records": 0,
         "tokenizer": IDS,

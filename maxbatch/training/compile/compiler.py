@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Hashable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
+from maxbatch.system.warning import warn_once
 from maxbatch.training.compile.flags import VARIABLE, named_flags
 
 HBM = "hbm"
@@ -109,7 +109,7 @@ def _fuse_less(options: dict[str, str | bool], lacks: Shortage, error: Exception
         raise error
     options[flag] = "false"
     bytes_of = f"{lacks.needed} of {lacks.available} bytes of" if lacks.needed else "too much"
-    _warn(
+    warn_once(
         f"a fusion of this program needs {bytes_of} {lacks.space}; compiling it again with --{flag}=false (stated in "
         f"{VARIABLE} this takes no second compilation)"
     )
@@ -123,9 +123,4 @@ def _drop_refused(options: dict[str, str | bool], error: Exception) -> None:
     for name in refused:
         del options[name]
     reason = " ".join(str(error).split())[:200]
-    _warn(f"the compiler fails on a program with --{', --'.join(refused)} ({reason}); compiling it again without")
-
-
-@functools.cache  # once for all programs
-def _warn(text: str) -> None:
-    print(f"maxbatch: warning: {text}", file=sys.stderr, flush=True)
+    warn_once(f"the compiler fails on a program with --{', --'.join(refused)} ({reason}); compiling it again without")

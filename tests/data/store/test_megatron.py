@@ -171,7 +171,7 @@ def test_a_damaged_header_is_one_line(tmp_path: Path, name: str) -> None:
 ARRAYS = {  # bytes of the index behind its header; two documents of one and two sequences
     "lengths": (34, "<i", -1, "sequence 0 does not follow"),
     "places": (34 + 12 + 8, "<q", 6, "sequence 1 does not follow"),
-    "first mark": (34 + 36, "<q", 1, "documents 0 to 2 are not in order"),
+    "first mark": (34 + 36, "<q", 1, "first document begins at sequence 1, and must begin at 0"),
     "marks": (34 + 36 + 8, "<q", 9, "documents 0 to 2 are not in order"),
     "last mark": (34 + 36 + 16, "<q", 2, "documents end at sequence 2 of 3"),
 }
@@ -199,14 +199,27 @@ def test_files_that_are_missing_or_of_another_store_are_one_line(
     ):
         with pytest.raises(ConfigError, match=problem):
             store_of(path)
-    with open(f"{prefix}.bin", "ab") as file:
-        file.write(b"xx")
+    with open(f"{prefix}.bin", "r+b") as file:
+        file.truncate(file.seek(-1, 2))
     assert main(["data", *settings(prefix)]) == 2
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "its sequences have" in error and "Traceback" not in error
     write_megatron(prefix, [])
     with pytest.raises(ConfigError, match="holds no document"):
         store_of(prefix)
+
+
+@pytest.mark.parametrize("rest", [1, 1000])
+def test_bytes_after_the_sequences_are_not_read_and_one_line_names_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], rest: int
+) -> None:
+    prefix = write_megatron(tmp_path / "web", DOCUMENTS)
+    identity, size = stream_of(prefix).identity, Path(f"{prefix}.bin").stat().st_size
+    with open(f"{prefix}.bin", "ab") as file:
+        file.write(b"\1" * rest)
+    assert tokens_of(store_of(prefix)) == joined(DOCUMENTS) and stream_of(prefix).identity == identity
+    line = f"{prefix}.bin has {size + rest} bytes, and the sequences of web.idx end after {size}; the rest is not read"
+    assert capsys.readouterr().err == f"maxbatch: warning: dataset_path='{prefix}': {line}\n"
 
 
 def test_a_store_of_empty_documents_is_one_line(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.system.warning import warn_once
 from maxbatch.training.compile import compiler
 from maxbatch.training.compile.compiler import Shortage, compile_program, jit_with, shortage_in
 from maxbatch.training.compile.flags import VARIABLE
@@ -27,7 +28,7 @@ HBM = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of
 
 @pytest.fixture(autouse=True)
 def nothing_said() -> None:
-    compiler._warn.cache_clear()
+    warn_once.cache_clear()
 
 
 class Lowered:
