@@ -79,7 +79,8 @@ def commands_page() -> str:
     return "".join(page)
 
 
-_JSON_ERRORS = """With `--json` a command prints an error twice: as a line on standard error, then as an object on standard output,
+_JSON_ERRORS = """
+With `--json` a command prints an error twice: as a line on standard error, then as an object on standard output,
 `{"error": "per_device_batch_size=0: must be ...", "exit_code": 2}`. `fit` and `compile` add the bytes of a program that
 does not fit. `data --first S --count N` prints an object per sample; an error is the last object.
 """
@@ -88,7 +89,8 @@ does not fit. `data --first S --count N` prints an object per sample; an error i
 def exit_codes_page() -> str:
     """Returns the page of exit codes."""
     rows = ((str(code), meaning) for code, meaning in EXIT_CODES.items())
-    return f"# Exit codes\n\nEvery command ends with one of these codes.\n\n{table(('code', 'meaning'), rows)}\n{_JSON_ERRORS}"
+    codes = table(("code", "meaning"), rows)
+    return f"# Exit codes\n\nEvery command ends with one of these codes.\n\n{codes}{_JSON_ERRORS}"
 
 
 def python_page() -> str:
