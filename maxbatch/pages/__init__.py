@@ -1,1 +1,1 @@
-"""One self-contained HTML page: plots by plotly.js, tables, light and dark, no network."""
+"""One self-contained HTML page: plots by BokehJS, tables, light and dark, no network."""

@@ -1,23 +1,45 @@
 "use strict";
-// Draws the page's figures. Run figures share their runs' columns; the reader chooses the x axis, zoom goes along.
+// Draws the page's figures with BokehJS. Run figures share their runs' columns; the reader chooses the x axis, zoom goes
+// along.
 (async () => {
   if (!window.DecompressionStream) {
     for (const plot of document.querySelectorAll(".plot")) plot.textContent = "Plots need a browser of 2023 or newer.";
     return;
   }
   await unpack();
+  Bokeh.logger.set_level("warn");
   const { runs, figures } = JSON.parse(document.getElementById("page-data").textContent);
   const dark = window.matchMedia("(prefers-color-scheme: dark)");
-  const div = (number) => document.getElementById(`plot${number}`);
   const isPanel = (figure) => "lines" in figure;
-  const config = { responsive: true, displaylogo: false, showTips: false, modeBarButtonsToRemove: ["lasso2d", "select2d", "autoScale2d", "sendChartToCloud"] };
   const windows = [1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000]; // drawn updates that the slider takes the mean of
+  const HOVER_PX = 40; // the farthest point that hovering shows
+  const LINES = { line: {}, joined: {}, stairs: {}, faint: { line_width: 1, line_alpha: 0.35 }, dotted: { line_width: 1, line_dash: "dotted" } };
+  const MARKERS = {
+    points: { marker: "diamond", size: 12, line_color: "--text" },
+    joined: { marker: "circle", size: 8 },
+    dots: { marker: "circle", size: 8 },
+    rings: { marker: "circle", size: 16, fill_color: null, line_width: 2 },
+  };
   let axis = "steps";
   let smoothing = 1;
+  let whole = { start: 0, end: 1 }; // range of x that shows every update
+  let zoom = whole; // range of x that the run figures show
 
-  // What hovering shows beside the value; one list per run, shared by all of its lines.
-  const places = runs.map(({ axes }) =>
-    axes.steps.map((step, i) => [step, axes.samples[i], axes.tokens[i], axes.time[i]]));
+  // Runs the plotting library, which the page holds as base64 of gzip.
+  async function unpack() {
+    const packed = Uint8Array.from(atob(document.getElementById("bokeh").textContent), (one) => one.charCodeAt(0));
+    const library = document.createElement("script");
+    library.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
+    document.head.append(library);
+  }
+
+  function css(name) {
+    return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+  }
+
+  function textStyle(part) {
+    return { [`${part}_text_color`]: css("--text"), [`${part}_text_font`]: "system-ui, sans-serif", [`${part}_text_font_size`]: "12px", [`${part}_text_font_style`]: "normal" };
+  }
 
   // At each place the mean of the last `smoothing` values, of fewer at the start; null is left out.
   function smoothed(values) {
@@ -32,85 +54,186 @@
 
   // The slider draws its mean over each line, which stays below it, exact and faint; where a panel has a faint line of
   // its own, its mean takes the place of the line above it.
-  function traces(line, figure, unitOfTime) {
-    if (smoothing === 1 || !figure.smooths || line.style !== "line") return [trace(line, unitOfTime)];
-    const faint = figure.lines.find(({ run, style }) => run === line.run && style === "faint");
-    const source = faint ?? line;
-    const over = trace({ ...source, style: "line" }, unitOfTime);
-    over.y = over.text = smoothed(over.y);
-    over.name = `${source.column}, mean of ${smoothing}`;
-    return faint ? [over] : [{ ...trace({ ...line, style: "faint" }, unitOfTime), showlegend: false }, over];
-  }
-
-  function trace(line, unitOfTime) {
+  function seriesOf(line, figure) {
     const run = runs[line.run];
-    const all = run.columns[line.column];
-    const kept = all.map((_, i) => i).filter((i) => line.style !== "points" || all[i] !== null);
-    const pick = (list) => (line.style === "points" ? kept.map((i) => list[i]) : list);
-    const values = pick(all);
-    return {
-      type: "scatter", name: line.column, x: pick(run.axes[axis]), y: values, text: values, customdata: pick(places[line.run]),
-      meta: { run: run.name, column: line.column },
-      hovertemplate: `<b>${escaped(run.name)}</b><br>${line.column} %{text}<br>step %{customdata[0]:,} · ` +
-        `%{customdata[1]:,} samples · %{customdata[2]:,} tokens · %{customdata[3]:.4~g} ${unitOfTime}<extra></extra>`,
-      mode: line.style === "points" ? "markers" : all.length === 1 ? "markers" : "lines",
-      line: { color: run.colour, width: line.style === "faint" ? 1 : 1.8, shape: line.style === "stairs" ? "vh" : "linear" },
-      marker: { color: run.colour, size: 8, symbol: "diamond", line: { width: 1, color: dark.matches ? "#fff" : "#222" } },
-      opacity: line.style === "faint" ? 0.35 : 1,
+    const unitOfTime = figure.units.time.includes("hours") ? "h" : "s";
+    const make = (column, style, name, y) => ({
+      name, style, y, colour: run.colour, run: run.name, column, x: run.axes[axis],
+      text: (i) => `${run.name}\n${name} ${y[i]}\nstep ${count(run.axes.steps[i])} · ${count(run.axes.samples[i])} samples · ` +
+        `${count(run.axes.tokens[i])} tokens · ${short(run.axes.time[i])} ${unitOfTime}`,
+    });
+    const { column, style } = line;
+    const exact = make(column, style, column, run.columns[column]);
+    if (smoothing === 1 || !figure.smooths || style !== "line") return [exact];
+    const faint = figure.lines.find((other) => other.run === line.run && other.style === "faint");
+    const source = (faint ?? line).column;
+    const over = make(source, "line", `${source}, mean of ${smoothing}`, smoothed(run.columns[source]));
+    return faint ? [over] : [{ ...exact, style: "faint" }, over];
+  }
+
+  function count(number) {
+    return number.toLocaleString("en");
+  }
+
+  function short(number) {
+    return Number(number.toPrecision(4)).toString();
+  }
+
+  // Draws a series and returns the parts of it that the legend shows.
+  function add(plot, { style, colour, x, y }) {
+    const source = new Bokeh.ColumnDataSource({ data: { x, y: y.map((value) => value ?? NaN) } });
+    const where = { source, x: { field: "x" }, y: { field: "y" } };
+    const parts = [];
+    if (style in LINES) {
+      const look = { line_color: colour, line_width: 1.8, ...LINES[style] };
+      parts.push(style === "stairs" ? plot.step({ ...where, ...look, mode: "before" }) : plot.line({ ...where, ...look }));
+    }
+    const marker = MARKERS[x.length === 1 && style in LINES ? "dots" : style];
+    if (marker) {
+      const look = { fill_color: colour, line_color: colour, ...marker };
+      if (look.line_color.startsWith("--")) look.line_color = css(look.line_color);
+      parts.push(plot.scatter({ ...where, ...look }));
+    }
+    return parts;
+  }
+
+  // Shows the text of the nearest point, the value as it was written.
+  function addHover(plot, series) {
+    const points = series.flatMap(({ y }, s) => y.flatMap((value, i) => (value === null ? [] : [[s, i]])));
+    const at = (axis) => points.map(([s, i]) => series[s][axis][i]);
+    const source = new Bokeh.ColumnDataSource({ data: { x: at("x"), y: at("y") } });
+    const hidden = { size: 1, hit_dilation: 2 * HOVER_PX, fill_color: null, line_color: null };
+    const caught = plot.scatter({ source, x: { field: "x" }, y: { field: "y" }, ...hidden });
+    addTooltips(plot, caught, (index) => {
+      const [s, i] = points[index];
+      return series[s].text(i);
+    });
+  }
+
+  function addTooltips(plot, renderer, textOf) {
+    const tooltips = (_, { index, indices, glyph_view: { sx: xs, sy: ys }, sx, sy }) => {
+      const distance = (i) => (xs[i] - sx) ** 2 + (ys[i] - sy) ** 2;
+      if (indices.some((other) => distance(other) < distance(index) || (distance(other) === distance(index) && other < index))) return null;
+      const box = document.createElement("div"); // inside of a shadow, which page.css does not reach
+      box.style = "margin: -5px; padding: .35rem .6rem; background: var(--card); color: var(--text)";
+      const [first, ...rest] = textOf(index).split("\n");
+      const name = document.createElement("b");
+      name.textContent = first;
+      box.append(name, ...rest.flatMap((line) => [document.createElement("br"), line]));
+      return box;
     };
+    plot.add_tools(new Bokeh.HoverTool({ renderers: [renderer], tooltips, show_arrow: false, visible: false }));
   }
 
-  // Runs the plotting library, which the page holds as base64 of gzip.
-  async function unpack() {
-    const packed = Uint8Array.from(atob(document.getElementById("plotly").textContent), (one) => one.charCodeAt(0));
-    const library = document.createElement("script");
-    library.textContent = await new Response(new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"))).text();
-    document.head.append(library);
+  function addHeatMap(plot, { x: xTitle, y: yTitle, heatMap }) {
+    const { name, x, y, values_YxX: values, palette, has_numbers: hasNumbers } = heatMap;
+    const cells = y.flatMap((row, j) => x.flatMap((column, i) => (values[j][i] === null ? [] : [{ column, row, value: values[j][i] }])));
+    const shown = cells.map(({ value }) => value);
+    const isNumeric = typeof x[0] === "number";
+    const width = isNumeric ? (x.length > 1 ? (x[x.length - 1] - x[0]) / (x.length - 1) : 1) : 0.97;
+    const mapper = new Bokeh.LinearColorMapper(palette === "loads"
+      ? { palette: Bokeh.Palettes.RdBu11, low: 0, high: 2 }
+      : { palette: [...Bokeh.Palettes.Viridis256].reverse(), low: Math.min(...shown), high: Math.max(...shown) });
+    const colour = { field: "value", transform: mapper };
+    const source = new Bokeh.ColumnDataSource({ data: { x: cells.map(({ column }) => column), y: cells.map(({ row }) => row), value: shown, text: shown.map(short) } });
+    const where = { source, x: { field: "x" }, y: { field: "y" } };
+    const rects = plot.rect({ ...where, width, height: isNumeric ? 1 : 0.97, fill_color: colour, line_color: isNumeric ? colour : null });
+    if (hasNumbers) {
+      const isDark = (value) => value > (mapper.low + mapper.high) / 2; // the upper half of the palette
+      source.data.ink = shown.map((value) => (isDark(value) ? "#fff" : "#222"));
+      plot.text({ ...where, text: { field: "text" }, text_align: "center", text_baseline: "middle", text_color: { field: "ink" }, text_font_size: "12px" });
+    }
+    plot.add_layout(new Bokeh.ColorBar({ color_mapper: mapper, width: 12, padding: 4, background_fill_color: null, ...textStyle("major_label") }), "right");
+    addTooltips(plot, rects, (index) => {
+      const { column, row, value } = cells[index];
+      return `${name} ${hasNumbers ? value : short(value)}\n${xTitle.title} ${isNumeric ? count(column) : column}\n${yTitle.title} ${row}`;
+    });
   }
 
-  function escaped(text) {
-    return text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+  function emptyPlot({ x, y, isPanel = false, areLarge = false }) {
+    const ranges = {};
+    if (isPanel) ranges.x_range = new Bokeh.Range1d({ ...zoom, reset_start: whole.start, reset_end: whole.end });
+    else if (x.kind === "category") ranges.x_range = new Bokeh.FactorRange({ factors: x.categories });
+    if (y.kind === "category") ranges.y_range = new Bokeh.FactorRange({ factors: y.categories });
+    const zoomTool = new Bokeh.BoxZoomTool({ dimensions: "auto" });
+    const kind = ({ kind }) => (kind === "category" ? "auto" : kind);
+    const plot = Bokeh.Plotting.figure({
+      ...ranges, x_axis_type: kind(x), y_axis_type: kind(y), x_axis_label: x.title, y_axis_label: y.title,
+      tools: [zoomTool, new Bokeh.PanTool(), new Bokeh.ResetTool(), new Bokeh.SaveTool()], toolbar_location: "above", toolbar_inner: true, sizing_mode: "stretch_both", window_axis: isPanel ? "x" : "none",
+      background_fill_color: null, border_fill_color: null, outline_line_color: null, min_border: 0, min_border_right: 12,
+      lod_threshold: null,
+    });
+    for (const [side, grid, { kind, ticks }] of [[plot.xaxis, plot.xgrid, x], [plot.yaxis, plot.ygrid, y]]) {
+      side.axis_line_color = side.major_tick_line_color = css("--line");
+      side.minor_tick_line_color = null;
+      Object.assign(side, textStyle("major_label"), textStyle("axis_label"));
+      if (ticks?.length) side.ticker = grid.ticker = new Bokeh.FixedTicker({ ticks });
+      if (kind !== "category") side.formatter = new Bokeh.BasicTickFormatter({ power_limit_low: -4, power_limit_high: 6 });
+    }
+    plot.toolbar.logo = null;
+    plot.toolbar.autohide = true;
+    plot.toolbar.stylesheets = [":host { background: none !important; }"];
+    // A finger scrolls the page.
+    plot.toolbar.active_drag = matchMedia("(pointer: coarse)").matches ? null : zoomTool;
+    const large = () => new Bokeh.NumeralTickFormatter({ format: "0.[000]a" });
+    if (isPanel) plot.xaxis.formatter = large();
+    if (areLarge) plot.yaxis.formatter = large();
+    plot.grid.grid_line_color = css("--line");
+    return plot;
   }
 
-  function themed(layout) {
-    const styles = getComputedStyle(document.documentElement);
-    const get = (name) => styles.getPropertyValue(name).trim();
-    const lines = { gridcolor: get("--line"), zerolinecolor: get("--line"), linecolor: get("--line"), automargin: true };
-    return {
-      margin: { l: 60, r: 15, t: 12, b: 45 }, hovermode: "closest", hoverdistance: 60,
-      legend: { orientation: "h", y: 1.02, yanchor: "bottom", x: 0, font: { size: 11 } },
-      ...layout,
-      paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)",
-      font: { color: get("--text"), family: "system-ui, sans-serif", size: 12 },
-      hoverlabel: { bgcolor: get("--card"), bordercolor: get("--line"), font: { color: get("--text") }, align: "left" },
-      modebar: { bgcolor: "rgba(0,0,0,0)", color: get("--dim"), activecolor: get("--accent") },
-      xaxis: { ...lines, ...layout.xaxis, title: { standoff: 8, ...layout.xaxis.title } },
-      yaxis: { ...lines, ...layout.yaxis, title: { standoff: 12, ...layout.yaxis.title } },
-    };
+  function addLegend(plot, entries) {
+    if (entries.length < 2) return;
+    plot.add_layout(new Bokeh.Legend({
+      items: entries.map(([label, renderers]) => new Bokeh.LegendItem({ label, renderers })), orientation: "horizontal",
+      location: "top_left", click_policy: "hide", padding: 0, margin: 0, spacing: 14, border_line_color: null,
+      background_fill_color: null, ...textStyle("label"), glyph_height: 14,
+    }), "above");
   }
 
-  function draw(number) {
+  async function draw(number) {
     const figure = figures[number];
-    if (!isPanel(figure)) return Plotly.react(div(number), figure.data, themed(figure.layout), config);
-    const drawn = figure.lines.flatMap((line) => traces(line, figure, figure.units.time.includes("hours") ? "h" : "s"));
-    return Plotly.react(div(number), drawn, themed({
-      uirevision: axis,
-      showlegend: runs.length === 1 && drawn.length > 1, // the names of several runs stand beside the axis buttons
-      xaxis: { title: { text: figure.units[axis] }, uirevision: axis },
-      yaxis: { title: { text: figure.unit }, tickformat: figure.isLog ? "" : figure.tickFormat, type: figure.isLog ? "log" : "linear", uirevision: figure.isLog },
-    }), config);
+    const series = isPanel(figure)
+      ? figure.lines.flatMap((line) => seriesOf(line, figure))
+      : figure.series.map((one) => ({ ...one, text: (i) => one.texts[i] }));
+    const plot = isPanel(figure)
+      ? emptyPlot({ x: { title: figure.units[axis] }, y: { title: figure.unit, kind: figure.isLog ? "log" : "linear" }, isPanel: true, areLarge: figure.areLarge })
+      : emptyPlot(figure);
+    const drawn = series.map((one) => [one, add(plot, one)]);
+    if (figure.heatMap) addHeatMap(plot, figure);
+    else addHover(plot, series.filter(({ texts }) => !texts || texts.length));
+    // The names of several runs are beside the axis buttons.
+    if (!isPanel(figure) || runs.length === 1) addLegend(plot, drawn.filter(([{ name }]) => name).map(([{ name }, parts]) => [name, parts]));
+    const box = document.getElementById(`plot${number}`);
+    box.view?.remove();
+    box.replaceChildren();
+    box.series = series;
+    box.plot = plot;
+    plot.on_event("rangesupdate", ({ x0, x1 }) => isPanel(figure) && zoomTogether({ start: x0, end: x1 }));
+    plot.on_event("doubletap", () => (isPanel(figure) ? panels() : [box]).forEach((each) => each.plot.reset.emit()));
+    box.view = await Bokeh.Plotting.show(plot, box);
+  }
+
+  function drawAll(belong = () => true) {
+    return Promise.all(figures.map((figure, number) => belong(figure) && draw(number)));
+  }
+
+  function panels() {
+    return figures.flatMap((figure, number) => (isPanel(figure) ? [document.getElementById(`plot${number}`)] : []));
   }
 
   // Zooming one run figure along x zooms the others.
-  function zoomTogether(number, event) {
-    const range = "xaxis.range[0]" in event ? [event["xaxis.range[0]"], event["xaxis.range[1]"]] : null;
-    if (!range && !event["xaxis.autorange"]) return;
-    figures.forEach((figure, other) => {
-      if (other === number || !isPanel(figure)) return;
-      const now = div(other).layout.xaxis;
-      const differs = range ? now.range[0] !== range[0] || now.range[1] !== range[1] : !now.autorange;
-      if (differs) Plotly.relayout(div(other), range ? { "xaxis.range": [...range] } : { "xaxis.autorange": true });
-    });
+  function zoomTogether(range) {
+    zoom = range;
+    for (const { plot } of panels()) plot?.x_range.setv(range);
+  }
+
+  function takeAxis(name) {
+    axis = name;
+    const values = runs.flatMap(({ axes }) => axes[axis]);
+    const low = values.reduce((a, b) => Math.min(a, b), Infinity), high = values.reduce((a, b) => Math.max(a, b), -Infinity);
+    const margin = 0.02 * (high - low) || 0.5;
+    if (values.length) zoom = whole = { start: low - margin, end: high + margin };
   }
 
   function press(buttons, pressed) {
@@ -127,15 +250,15 @@
 
   const axisButtons = [...document.querySelectorAll("[data-axis]")];
   axisButtons.forEach((button) => button.addEventListener("click", () => {
-    axis = button.dataset.axis;
+    takeAxis(button.dataset.axis);
     press(axisButtons, button);
-    figures.forEach((figure, number) => isPanel(figure) && draw(number));
+    drawAll(isPanel);
   }));
   const slider = document.getElementById("smoothing");
   if (slider) slider.addEventListener("input", () => {
     smoothing = windows[Number(slider.value)];
     slider.nextElementSibling.value = smoothing === 1 ? "off" : `mean of ${smoothing}`;
-    figures.forEach((figure, number) => isPanel(figure) && figure.smooths && draw(number));
+    drawAll((figure) => isPanel(figure) && figure.smooths);
   });
   document.querySelectorAll("[data-log]").forEach((button) => button.addEventListener("click", () => {
     const figure = figures[button.dataset.log];
@@ -143,8 +266,8 @@
     button.setAttribute("aria-pressed", String(figure.isLog));
     draw(button.dataset.log);
   }));
-  dark.addEventListener("change", () => figures.forEach((_, number) => draw(number)));
-  Promise.all(figures.map((figure, number) => draw(number).then(() => {
-    if (isPanel(figure)) div(number).on("plotly_relayout", (event) => zoomTogether(number, event));
-  }))).then(() => document.body.setAttribute("data-drawn", "true"));
+  dark.addEventListener("change", () => drawAll());
+  takeAxis(axis);
+  await drawAll();
+  document.body.setAttribute("data-drawn", "true");
 })();

@@ -1,4 +1,4 @@
-"""Figures as plain plotly.js dictionaries, from lists of numbers.
+"""Figures from lists of numbers, as plain values that page.js draws.
 
 The page sets the colours of text, grid and background, for light and dark. One run, or one group, has one colour
 everywhere: `colour(index)`.
@@ -16,12 +16,45 @@ _COLOURS = (
 _MOST_GROUPS = 10
 
 
-class Figure(NamedTuple):
-    """A figure with its own data."""
+class Axis(NamedTuple):
+    """An axis of a figure."""
 
     title: str
-    data: Sequence[Mapping[str, object]]  # plotly.js traces
-    layout: Mapping[str, object]  # of plotly.js, without colours
+    kind: str = "linear"  # `linear`, `log` or `category`
+    ticks: tuple[float, ...] = ()  # empty: chosen by the library
+    categories: tuple[str, ...] = ()  # of a `category` axis, in their order
+
+
+class Series(NamedTuple):
+    """Points of a figure, joined by a line in some styles."""
+
+    name: str  # in the legend; "" for none
+    style: str  # `dots`, `joined`, `dotted` or `rings`
+    colour: str
+    x: Sequence[float | str]  # N values, or categories
+    y: Sequence[float | None]  # N values; None where there is none
+    texts: Sequence[str]  # N texts that hovering shows, of one or more lines; empty: it shows none
+
+
+class HeatMap(NamedTuple):
+    """Values of a grid, as colours: X columns, Y rows."""
+
+    name: str  # of the values
+    x: Sequence[float | str]  # X
+    y: Sequence[str]  # Y
+    values_YxX: Sequence[Sequence[float | None]]  # None leaves the cell empty
+    palette: str  # `values`, from the smallest to the largest, or `loads`, from 0 over 1 to 2
+    has_numbers: bool = False  # whether the cells show their values
+
+
+class Figure(NamedTuple):
+    """A figure with its own data: series, or a heat map."""
+
+    title: str
+    x: Axis
+    y: Axis
+    series: tuple[Series, ...] = ()
+    heat_map: HeatMap | None = None
     note: str = ""  # below the figure
 
 
@@ -32,7 +65,7 @@ class Panel(NamedTuple):
     unit: str  # of the y axis
     lines: tuple[tuple[str, str], ...]  # column and style: `line`, `faint`, `stairs` or `points`
     is_log: bool = False  # whether the y axis starts logarithmic
-    tick_format: str = "~g"  # d3 format of the y axis
+    are_large: bool = False  # whether ticks of the y axis are written as 40k
     smooths: bool = True  # whether the page's slider smooths its lines
 
 
@@ -58,33 +91,25 @@ def metric_against_key(
     numbers = [_number(overrides[key]) for overrides, _, _ in trials]
     # For a single value, a numeric axis would show a range that was not swept.
     is_number = None not in numbers and len(set(numbers)) > 1
-    data = []
+    series = []
     for index, group in enumerate(sorted(groups, key=_sort_key)):
         inside = [trial for trial in trials if not group or trial[0][others[0]] == group]
         inside.sort(key=lambda trial: _sort_key(trial[0][key]))
-        data.append({
-            "type": "scatter", "name": f"{others[0]}={group}" if group else metric,
-            "mode": "lines+markers" if group else "markers",
-            "x": [_number(overrides[key]) if is_number else overrides[key] for overrides, _, _ in inside],
-            "y": [value for _, value, _ in inside],
-            "text": [label for _, _, label in inside],
-            "customdata": [value for _, value, _ in inside],
-            "hovertemplate": f"%{{text}}<br>{metric} %{{customdata}}<extra></extra>",
-            "line": {"color": colour(index), "width": 1.5},
-            "marker": {"color": colour(index), "size": 8},
-        })  # fmt: skip
-    kind = ("log" if is_log else "linear") if is_number else "category"
-    ticks: dict[str, object] = {}
+        series.append(Series(
+            name=f"{others[0]}={group}" if group else "", style="joined" if group else "dots", colour=colour(index),
+            x=[number if is_number and (number := _number(overrides[key])) is not None else overrides[key]
+               for overrides, _, _ in inside],
+            y=[value for _, value, _ in inside],
+            texts=[f"{label}\n{metric} {value}" for _, value, label in inside],
+        ))  # fmt: skip
+    if not is_number:
+        categories = tuple(sorted({overrides[key] for overrides, _, _ in trials}, key=_sort_key))
+        return Figure(f"{metric} against {key}", Axis(key, "category", (), categories), Axis(metric), tuple(series))
     values = sorted({number for number in numbers if number is not None})
-    if is_number and is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values):
-        # the values themselves are better ticks than powers of ten
-        ticks = {"tickvals": values, "ticktext": [f"{value:g}" for value in values]}
-    layout = {
-        "xaxis": {"title": {"text": key}, "type": kind, **ticks},
-        "yaxis": {"title": {"text": metric}},
-        "showlegend": len(data) > 1,
-    }
-    return Figure(f"{metric} against {key}", data, layout)
+    # The values themselves are better ticks than powers of ten.
+    are_ticks = is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values)
+    x_axis = Axis(key, "log" if is_log else "linear", tuple(values) if are_ticks else ())
+    return Figure(f"{metric} against {key}", x_axis, Axis(metric), tuple(series))
 
 
 def heat_map(keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]]) -> Figure:
@@ -96,16 +121,13 @@ def heat_map(keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[
     for overrides, value, _ in trials:
         cell = overrides[up], overrides[across]
         best[cell] = min(value, best.get(cell, value))
-    values = [[best.get((row, column)) for column in columns] for row in rows]
-    trace = {
-        "type": "heatmap", "x": columns, "y": rows, "z": values, "colorscale": "Viridis", "reversescale": True,
-        "texttemplate": "%{z:.4g}", "customdata": values, "hoverongaps": False, "xgap": 2, "ygap": 2,
-        "colorbar": {"title": {"text": metric}, "thickness": 12},
-        "hovertemplate": f"{across} %{{x}}<br>{up} %{{y}}<br>{metric} %{{customdata}}<extra></extra>",
-    }  # fmt: skip
-    axes = {"xaxis": across, "yaxis": up}
-    layout = {axis: {"title": {"text": key}, "type": "category"} for axis, key in axes.items()}
-    return Figure(f"{metric} over {across} and {up}", [trace], layout)
+    values_YxX = [[best.get((row, column)) for column in columns] for row in rows]
+    return Figure(
+        f"{metric} over {across} and {up}",
+        Axis(across, "category", (), tuple(columns)),
+        Axis(up, "category", (), tuple(rows)),
+        heat_map=HeatMap(metric, columns, rows, values_YxX, "values", has_numbers=True),
+    )
 
 
 def loads_over_time(title: str, steps: Sequence[int], choices: Sequence[Mapping[str, int]]) -> Figure:
@@ -113,13 +135,13 @@ def loads_over_time(title: str, steps: Sequence[int], choices: Sequence[Mapping[
     experts = sorted(choices[0], key=_sort_key)
     means = [max(1, sum(of.values())) / len(experts) for of in choices]
     loads = [[of.get(expert, 0) / mean for of, mean in zip(choices, means, strict=True)] for expert in experts]
-    trace = {
-        "type": "heatmap", "x": list(steps), "y": experts, "z": loads, "customdata": loads, "colorscale": "RdBu",
-        "zmid": 1, "zmin": 0, "zmax": 2, "colorbar": {"title": {"text": "load"}, "thickness": 12},
-        "hovertemplate": "update %{x:,}<br>expert %{y}<br>load %{customdata:.3f}<extra></extra>",
-    }  # fmt: skip
-    layout = {"xaxis": {"title": {"text": "updates"}}, "yaxis": {"title": {"text": "expert"}, "type": "category"}}
-    return Figure(title, [trace], layout, "Choices over those of the mean expert, over all layers.")
+    return Figure(
+        title,
+        Axis("updates"),
+        Axis("expert", "category", (), tuple(experts)),
+        heat_map=HeatMap("load", list(steps), experts, loads, "loads"),
+        note="Choices over those of the mean expert, over all layers.",
+    )
 
 
 class BatchCurve(NamedTuple):
@@ -134,35 +156,22 @@ class BatchCurve(NamedTuple):
 
 def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
     """Draws loss against batch size, a curve for each checkpoint with its tolerance as a dotted line."""
-    data: list[Mapping[str, object]] = []
+    series = []
     for index, curve in enumerate(curves):
-        line = {"type": "scatter", "legendgroup": curve.label, "name": curve.label}
-        data.append(line | {
-            "mode": "lines+markers", "x": list(curve.batch_sizes), "y": list(curve.losses),
-            "customdata": list(curve.losses), "line": {"color": colour(index)}, "marker": {"size": 8},
-            "hovertemplate": f"{curve.label}<br>batch %{{x}}<br>loss %{{customdata}}<extra></extra>",
-        })  # fmt: skip
-        data.append(line | {
-            "mode": "lines", "x": [min(curve.batch_sizes), max(curve.batch_sizes)], "y": [curve.tolerated_loss] * 2,
-            "customdata": [curve.tolerated_loss] * 2, "line": {"color": colour(index), "dash": "dot", "width": 1},
-            "showlegend": False, "hovertemplate": f"{curve.label}<br>tolerated %{{customdata}}<extra></extra>",
-        })  # fmt: skip
+        sizes, losses = list(curve.batch_sizes), list(curve.losses)
+        texts = [f"{curve.label}\nbatch {size:,}\nloss {loss}" for size, loss in zip(sizes, losses, strict=True)]
+        series.append(Series(curve.label, "joined", colour(index), sizes, losses, texts))
+        ends, tolerated = [min(sizes), max(sizes)], curve.tolerated_loss
+        series.append(
+            Series("", "dotted", colour(index), ends, [tolerated] * 2, [f"{curve.label}\ntolerated {tolerated}"] * 2)
+        )
         critical = curve.critical_batch_size
-        if critical is not None and critical in curve.batch_sizes:
-            at = list(curve.batch_sizes).index(critical)
-            data.append(line | {
-                "mode": "markers", "x": [critical], "y": [curve.losses[at]], "showlegend": False,
-                "marker": {"color": colour(index), "size": 15, "symbol": "circle-open", "line": {"width": 2}},
-                "hovertemplate": f"{curve.label}<br>critical batch %{{x}}<extra></extra>",
-            })  # fmt: skip
-    sizes = sorted({size for curve in curves for size in curve.batch_sizes})
-    ticks = {"tickvals": sizes, "ticktext": [f"{size:,}" for size in sizes]}
-    layout = {
-        "xaxis": {"title": {"text": "samples per update"}, "type": "log", **ticks},
-        "yaxis": {"title": {"text": "smoothed loss"}},
-    }
+        if critical is not None and critical in sizes:
+            series.append(Series("", "rings", colour(index), [critical], [losses[sizes.index(critical)]], []))
+    ticks = tuple(sorted({size for curve in curves for size in curve.batch_sizes}))
     note = "Dotted: the largest loss within the tolerance. Ringed: the largest batch below it."
-    return Figure("Loss against batch size", data, layout, note)
+    x_axis = Axis("samples per update", "log", ticks)
+    return Figure("Loss against batch size", x_axis, Axis("smoothed loss"), tuple(series), note=note)
 
 
 def _number(text: str) -> float | None:

@@ -42,7 +42,7 @@ def _figures(
     for trial in trials:
         if trial["status"] == "done" and trial["value"] is not None and set(trial["overrides"]) == set(keys):
             lines = [f"trial {trial['number']}", *(f"{key}={text}" for key, text in trial["overrides"].items())]
-            done.append((trial["overrides"], trial["value"], "<br>".join(lines)))
+            done.append((trial["overrides"], trial["value"], "\n".join(lines)))
     figures = [metric_against_key(key, metric, done, key in log_keys) for key in keys if done]
     if done and len(keys) == 2 and all(len({overrides[key] for overrides, _, _ in done}) <= 20 for key in keys):
         figures.append(heat_map((keys[0], keys[1]), metric, done))

@@ -39,7 +39,7 @@ _OUTPUTS = {
     "fit": "--write",
     "compile": "--output",
 }
-_PACKAGES = ("optuna", "optuna.storages", "plotly.offline", "pyarrow.parquet", "tokenizers", "jinja2.sandbox")
+_PACKAGES = ("optuna", "optuna.storages", "bokeh", "pyarrow.parquet", "tokenizers", "jinja2.sandbox")
 _ROOMS = (
     "training.pretraining",
     "huggingface.export.model",

@@ -74,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     """Writes the page.
 
     Raises:
-      ConfigError: a folder is not a run's, the page cannot be written, or plotly is not installed.
+      ConfigError: a folder is not a run's, the page cannot be written, or bokeh is not installed.
     """
     paths = [as_typed(text) for text in args.runs]
     if args.json:

@@ -26,7 +26,7 @@ PANELS = (
     Panel("Global batch", "samples per update", ((M.GLOBAL_BATCH_SIZE, "stairs"),)),
     Panel("Learning rate", "learning rate", ((M.LEARNING_RATE, "line"),), smooths=False),
     Panel("Throughput, without the first updates", "tokens per second", ((M.TOKENS_PER_SECOND, "line"),),
-          tick_format="~s"),
+          are_large=True),
     Panel("Step time", "seconds per update", ((M.STEP_TIME_S, "line"),), is_log=True),
     Panel("Gradient norm", "norm before clipping", ((M.GRAD_NORM, "line"),), is_log=True),
     Panel("Gradient noise scale", "samples",

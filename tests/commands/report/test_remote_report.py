@@ -13,7 +13,7 @@ from maxbatch.system.storage import AnyPath, as_path, copy_tree
 from tests.helpers.reports import make_sweep, write_run
 from tests.helpers.stores import SCHEMES, Store
 
-pytest.importorskip("plotly", reason="plotly is not installed (pip install 'maxbatch[report]')")
+pytest.importorskip("bokeh", reason="bokeh is not installed (pip install 'maxbatch[report]')")
 
 CONTENTS = (
     b"\xff\xfe", b"[" * 100_000, b"9" * 400, b"[[]]", b"{}\n{}\n", b'{"step": 1, "loss": "<script>"}\n{"step": 1}\n',

@@ -159,14 +159,14 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(monkeypatch: p
     assert study.is_exhausted()
 
 
-def test_a_sweep_without_optuna_or_plotly_says_what_it_needs(
+def test_a_sweep_without_optuna_or_bokeh_says_what_it_needs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = planned(RATES)
     for number, trial in enumerate(folder.trials()):
         write_evals(trial, 3.0 - number)
         folder.finish(trial, "done")
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    monkeypatch.setitem(sys.modules, "bokeh", None)
     assert main(["sweep", "sweep.yml"]) == 0
     out = capsys.readouterr().out
     assert "best: trial 0, loss 1.0000" in out and "pip install 'maxbatch[report]'" in out
