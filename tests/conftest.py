@@ -57,7 +57,7 @@ gc.set_threshold(50_000, 20, 100)  # as the command line does, and for its reaso
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
     """Marks tests that need stores or are slow; files with many long tests run first, so workers finish together."""
     for item in items:
-        if {"gs", "s3", "store"} & set(item.fixturenames):
+        if {"gs", "s3", "store"} & set(item.fixturenames) and not item.get_closest_marker("ray"):
             item.add_marker(pytest.mark.stores)
         if item.get_closest_marker("processes"):
             item.add_marker(pytest.mark.slow)

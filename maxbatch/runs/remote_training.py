@@ -5,9 +5,8 @@ The run folder has to be the same on all nodes: in an object store, or on a file
 
 from __future__ import annotations
 
-import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from maxbatch.runs.training_process import TrainingExit, TrainingProcess
 from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
@@ -24,8 +23,7 @@ class RemoteTrainingProcess:
     """A process on a node, with the interface of `TrainingProcess`; a lost node's is started again on another."""
 
     def __init__(self, cluster: RayCluster, run_dir: AnyPath, arguments: Sequence[str]) -> None:
-        variables = {name: value for name, value in os.environ.items() if name.startswith("MAXBATCH_")}
-        self._task = cluster.start(_train, str(run_dir), arguments, variables)
+        self._task = cluster.start(_train, str(run_dir), arguments)
 
     def poll(self) -> TrainingExit | None:
         """Returns how the process ended; None while it runs or waits for a node."""
@@ -47,14 +45,14 @@ class RemoteTrainingProcess:
         self._task.kill()
 
 
-def _train(run_dir: str, arguments: Sequence[str], variables: Mapping[str, str]) -> TrainingExit:
+def _train(run_dir: str, arguments: Sequence[str]) -> TrainingExit:
     """Trains a run in a child process, which ends with this one; KeyboardInterrupt asks it to save and stop."""
     folder = as_path(run_dir)
     lock = take_lock(kept_here(folder) / ".claim", _LOCK_S)
     if lock is None:
         return TrainingExit(EXIT_FAILED, f"{run_dir}: a process on another node still trains in it")
     with lock:
-        process = TrainingProcess(lock, folder, arguments, variables)
+        process = TrainingProcess(lock, folder, arguments)
     try:
         while True:
             try:

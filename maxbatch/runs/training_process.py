@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import BinaryIO, NamedTuple
 
 from maxbatch.system.child_process import last_line, start_child
@@ -25,15 +25,12 @@ class TrainingProcess:
       lock: an open lock that the process holds too, so that no other command starts the run before it has ended.
       run_dir: the run folder.
       arguments: of `maxbatch train`.
-      variables: environment variables of the process, besides the caller's.
     """
 
-    def __init__(
-        self, lock: BinaryIO, run_dir: AnyPath, arguments: Sequence[str], variables: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, lock: BinaryIO, run_dir: AnyPath, arguments: Sequence[str]) -> None:
         self._run_dir, self._log = run_dir, kept_here(run_dir) / LOG_FILE
         with open(self._log, "ab") as log:
-            self._process = start_child(["train", *arguments], log, keep_open=[lock.fileno()], variables=variables)
+            self._process = start_child(["train", *arguments], log, keep_open=[lock.fileno()])
 
     def poll(self) -> TrainingExit | None:
         """Returns how the process ended, and copies its output to the run folder; None while it runs."""

@@ -1,7 +1,8 @@
 """Tasks on the nodes of a Ray cluster. Ray (the extra `ray`) is imported once a command is told to use it.
 
 A task runs in the folder of the command where its node has that folder, so that relative paths mean the same on a
-shared file system. Ray runs a task again if its node is lost, and ends the tasks of a command that ends, however it
+shared file system. Config keys in the environment of the command, and its access to object stores, hold for tasks too.
+Ray runs a task again if its node is lost, and ends the tasks of a command that ends, however it
 ends.
 """
 
@@ -20,10 +21,13 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import printable
+from maxbatch.system.stores import STORES
 from maxbatch.system.worker_pool import WorkerEnded
 
 # Ray's options for the resources that every node has; other resources are the cluster's own.
 _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
+# Prefixes of environment variables that a command shares with its tasks: config keys, and settings of stores' clients.
+_SHARED = ("MAXBATCH_", "FSSPEC_")
 _LONGEST = 160  # characters of a message of Ray
 _ANSWER_S = 10.0
 _GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))  # RFC 9113, 3.4: no settings
@@ -74,10 +78,11 @@ class RayCluster:
         named = {_OPTIONS[name]: amount for name, amount in needed.items() if name in _OPTIONS}
         others = {name: amount for name, amount in needed.items() if name not in _OPTIONS}
         self._call = ray.remote(max_retries=retries, resources=others, **named)(_call)
+        self._variables = shared_variables(os.environ)
 
     def start(self, function: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> RayTask[Answer]:
         """Starts a call of a function, with arguments that can be pickled, once a node has the resources."""
-        return RayTask(self._ray, self._call.remote(os.getcwd(), function, args, kwargs))
+        return RayTask(self._ray, self._call.remote(os.getcwd(), self._variables, function, args, kwargs))
 
     def put(self, value: object) -> object:
         """Returns a reference to a value, which `ray.get` resolves on every node."""
@@ -226,8 +231,21 @@ def _await_answer(host: str, port: int) -> None:
         connection.recv(1)
 
 
-def _call(folder: str, function: Callable[..., Answer], args: Sequence[object], kwargs: Mapping[str, object]) -> Answer:
+def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the variables of a command's environment that hold for its tasks; the others are those of the node."""
+    of_stores = {name for store in STORES.values() for name in store.variables}
+    return {name: value for name, value in environment.items() if name.startswith(_SHARED) or name in of_stores}
+
+
+def _call(
+    folder: str,
+    variables: Mapping[str, str],
+    function: Callable[..., Answer],
+    args: Sequence[object],
+    kwargs: Mapping[str, object],
+) -> Answer:
     """Calls a function, in a worker process of a node."""
+    os.environ.update(variables)  # Ray starts worker processes for each command
     # Ray raises KeyboardInterrupt by this handler, which is missing where the command was started in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with contextlib.suppress(OSError):  # a node without the folder serves paths of object stores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 from collections.abc import Callable, Iterator
@@ -14,10 +15,14 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.commands import prepare
+from maxbatch.runs.outcome import Status
 from maxbatch.runs.sweep_folder import SweepFolder
 from maxbatch.system.locks import take_lock
+from maxbatch.system.ray_cluster import shared_variables
+from maxbatch.system.storage import as_path
 from tests.helpers.command import environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
+from tests.helpers.stores import Store
 from tests.helpers.sweeps import write_sweep
 from tests.helpers.tiny import read_metrics
 
@@ -47,7 +52,9 @@ def cluster() -> Iterator[Any]:
         patch.setenv("XLA_FLAGS", environment()["XLA_FLAGS"])  # the trials' are those of a command on one machine
         from ray.cluster_utils import Cluster
 
-        with interrupts_ignored():
+        with interrupts_ignored(), patch.context() as of_nodes:
+            for name in shared_variables(os.environ):  # a node knows nothing of the command's bucket
+                of_nodes.delenv(name)
             made = Cluster(initialize_head=True, head_node_args=_NODE | {"include_dashboard": False})
         yield made
         made.shutdown()
@@ -81,6 +88,27 @@ def test_prepare_gives_the_same_bytes_when_a_node_is_killed(
     files = sorted(path.name for path in Path("one").iterdir())
     assert files == sorted(path.name for path in Path("two").iterdir())
     assert all((Path("one") / name).read_bytes() == (Path("two") / name).read_bytes() for name in files)
+
+
+def test_prepare_and_sweep_use_a_bucket_that_is_known_to_the_command_alone(
+    cluster: Any, store: Store, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bucket = store.bucket()
+    lines = (json.dumps({"text": f"document {n} " + "words of it " * (n % 40)}) + "\n" for n in range(20_000))
+    as_path(f"{bucket}/web.jsonl").write_bytes("".join(lines).encode())
+    data = ["prepare", "dataset_type=jsonl", f"dataset_path={bucket}/web.jsonl"]
+    for output, *flags in (("one", "--workers", "1"), ("two", "--ray", cluster.address)):
+        assert main([*data, "--output", f"{bucket}/{output}", *flags]) == 0, capsys.readouterr().err
+    one, two = (
+        {path.name: path.read_bytes() for path, _ in as_path(f"{bucket}/{output}").files()} for output in ("one", "two")
+    )
+    assert one == two and len(one) >= 3
+
+    if store.scheme == "s3":  # which asks for credentials
+        sweep = write_sweep({"learning_rate": ["1e-3"]}, sweep_dir=f"{bucket}/sw")
+        assert main(["sweep", sweep, "--ray", cluster.address]) == 0, capsys.readouterr()
+        [result] = SweepFolder(as_path(f"{bucket}/sw")).results("loss")
+        assert (result.status, result.steps) == (Status.DONE, 4)
 
 
 def test_the_first_bad_record_is_named_as_on_one_machine(cluster: Any, capsys: pytest.CaptureFixture[str]) -> None:

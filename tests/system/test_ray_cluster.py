@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.system.ray_cluster import shared_variables
 from tests.helpers.sweeps import RATES, write_sweep
 
 
@@ -27,6 +28,15 @@ def test_flags_that_say_nothing_are_one_line(flags: list[str], said: str, capsys
         assert main([*command, *flags]) == 2
         error = capsys.readouterr().err
         assert said in error and error.count("\n") == 1
+
+
+def test_tasks_share_config_keys_and_the_access_to_buckets_but_no_files_of_the_machine() -> None:
+    shared = {
+        "MAXBATCH_STEPS": "3", "FSSPEC_S3": "{}", "AWS_ENDPOINT_URL": "http://there", "AWS_SESSION_TOKEN": "secret",
+        "STORAGE_EMULATOR_HOST": "http://there",
+    }  # fmt: skip
+    own = {"AWS_PROFILE": "mine", "GOOGLE_APPLICATION_CREDENTIALS": "/home/me/key.json", "PATH": "/bin"}
+    assert shared_variables(shared | own) == shared
 
 
 def test_without_ray_one_line_names_the_extra(

@@ -28,6 +28,10 @@ class Amazon:
     package, extra = "s3fs", "s3"
     sign_in = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY (or AWS_PROFILE), or give the machine a role"
     needs = "s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket on the bucket"
+    variables: tuple[str, ...] = (
+        "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ACCESS_KEY_ID",
+        "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN",
+    )  # fmt: skip
     make_bucket = "aws s3 mb s3://"
 
     def configure(self, conf: dict[str, object]) -> None:

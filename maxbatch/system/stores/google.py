@@ -31,6 +31,7 @@ class Google:
     package, extra = "gcsfs", "gcs"
     sign_in = "sign in with `gcloud auth application-default login`, or give the machine a service account"
     needs = "roles/storage.objectUser and roles/storage.legacyBucketReader on the bucket"
+    variables: tuple[str, ...] = ("STORAGE_EMULATOR_HOST",)
     make_bucket = "gcloud storage buckets create gs://"
 
     def configure(self, conf: dict[str, object]) -> None:

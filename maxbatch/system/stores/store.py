@@ -39,6 +39,7 @@ class ObjectStore(Protocol[Files]):
     extra: str  # maxbatch's extra that installs the package
     sign_in: str  # how to get credentials, for messages
     needs: str  # rights needed by a run, for messages
+    variables: tuple[str, ...]  # of the environment: where the store is, and credentials, but not names of files
     make_bucket: str  # command that makes a bucket; the bucket's name follows
 
     def configure(self, conf: dict[str, object]) -> None:
