@@ -23,6 +23,7 @@ import yaml
 from maxbatch.cli import make_parser
 from maxbatch.commands.sweep.study import check_combinations
 from maxbatch.commands.sweep.sweep_file import SweepFile
+from maxbatch.system.ports import free_port
 from tests.helpers.command import Hold, environment, maxbatch, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN, read_metrics
@@ -296,8 +297,10 @@ def surviving_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def lose_a_host(command: list[str], folder: Path, run_dir: Path, lose: Any, **variables: str) -> str:
-    """Runs a script until it ends by itself, calling `lose` after seven updates; returns its output."""
+def run_without_the_third(command: list[str], folder: Path, run_dir: Path, name: str, **variables: str) -> None:
+    """Runs a script until it ends by itself; after seven updates its third host is lost with its node or pool."""
+    executable(folder / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
+    (folder / "dead").touch()
     hold = Hold(7, folder)
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
@@ -306,19 +309,15 @@ def lose_a_host(command: list[str], folder: Path, run_dir: Path, lose: Any, **va
         )  # fmt: skip
     try:
         wait_for(lambda: recorded(run_dir) >= 7 or process.poll() is not None)
-        lose()
+        os.kill(int((folder / "pids").read_text().split()[2]), signal.SIGKILL)
+        (folder / "dead").write_text(name)
         hold.release()
         code = process.wait(300)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-    output = (folder / "log").read_text()
-    assert code == 0, output
-    return output
-
-
-def assert_nobody_can_tell(run_dir: Path) -> None:
-    """Checks that every update is there once, of one batch, and that no start compiled a program."""
+    assert code == 0, (folder / "log").read_text()
+    # Nobody can tell: every update is there once, of one batch, and no start compiled a program.
     lines = read_metrics(run_dir)
     assert [line["step"] for line in lines] == list(range(1, 13))
     assert {line["global_batch_size"] for line in lines} == {12}
@@ -331,22 +330,14 @@ def test_a_slurm_job_that_loses_a_node_goes_on_with_the_three_that_are_left(
 ) -> None:
     executable(tmp_path / "bin" / "srun", NODES_SRUN)
     executable(tmp_path / "bin" / "scontrol", NODES_SCONTROL)
-    executable(tmp_path / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
-    run_dir, calls, dead = tmp_path / "run", tmp_path / "calls", tmp_path / "dead"
-    dead.touch()
+    run_dir, calls = tmp_path / "run", tmp_path / "calls"
     job = {
-        "CALLS": str(calls), "DEAD": str(dead), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "4",
+        "CALLS": str(calls), "DEAD": str(tmp_path / "dead"), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "4",
         "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_NTASKS_PER_NODE": "1",
     }  # fmt: skip
     script = [str(LAUNCH / "slurm_survive.sh"), *SURVIVOR, f"run_dir={run_dir}", f"compiled_dir={surviving_programs}"]
-
-    def lose() -> None:
-        os.kill(int((tmp_path / "pids").read_text().split()[2]), signal.SIGKILL)
-        dead.write_text("n2")
-
-    lose_a_host(script, tmp_path, run_dir, lose, **job)
+    run_without_the_third(script, tmp_path, run_dir, "n2", **job)
     assert calls.read_text().splitlines() == ["srun n0 n1 n2 n3", "srun n0 n1 n3"]
-    assert_nobody_can_tell(run_dir)
 
 
 # A cluster of one-host node pools on this machine. It has one JobSet, whose hosts are processes of `kubectl create`.
@@ -409,6 +400,19 @@ def surviving_jobset(folder: Path, args: list[str]) -> Path:
     file = folder / "jobset.yml"
     file.write_text(yaml.safe_dump(jobset))
     return file
+
+
+@pytest.mark.processes
+def test_a_jobset_that_loses_a_slice_goes_on_with_the_three_that_are_left(
+    tmp_path: Path, surviving_programs: Path
+) -> None:
+    executable(tmp_path / "bin" / "kubectl", KUBECTL)
+    run_dir = tmp_path / "run"
+    args = ["train", *SURVIVOR, f"run_dir={run_dir}", f"compiled_dir={surviving_programs}"]
+    script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, args))]
+    cluster = {"CLUSTER": str(tmp_path), "ADDRESS": f"localhost:{free_port()}", "POLL_S": "0.5"}
+    run_without_the_third(script, tmp_path, run_dir, "p2", **cluster)
+    assert (tmp_path / "calls").read_text().splitlines() == ["create 4", "create 3"]
 
 
 # A host ends with the code of its start: the third one of the first start is lost with its slice.
