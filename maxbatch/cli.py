@@ -20,7 +20,7 @@ from maxbatch.config.values import nearest_name, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.device_watch import watch_cpu_devices
 from maxbatch.system.child_process import continue_stopped_children
-from maxbatch.system.command_start import mark_start
+from maxbatch.system.command_start import mark_start, take_process
 from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, reason, report
 from maxbatch.system.folding import folded, folded_command, terminal_width
@@ -34,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Imports and traced programs make millions of objects that stay: by default looking through them again and again
     # takes a sixth of a short command.
     gc.set_threshold(50_000, 20, 100)
+    take_process()
     watch_signals()
     watch_cpu_devices()
     continue_stopped_children()

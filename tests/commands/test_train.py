@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import grain
 import jax
 import pytest
 
@@ -54,8 +55,9 @@ def test_a_length_in_data_is_met_exactly(uninterrupted: list[dict]) -> None:
     assert uninterrupted[-1]["global_batch_size"] < 72
 
 
-# A program that runs the command line it is given, then prints the packages that other threads imported.
-IMPORTS_OF_THREADS = """
+# A program that runs the command line it is given, then prints the packages that other threads imported, and whether
+# Orbax is loaded.
+IMPORTS = """
 import sys, threading
 def note(event, arguments):
     if event == "import" and threading.current_thread() is not threading.main_thread():
@@ -66,18 +68,30 @@ sys.addaudithook(note)
 main()
 packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"jaxlib"}
 print("imported beside the main thread:", *sorted(packages))
+print("orbax:", "orbax.checkpoint" in sys.modules)
 """
 
 
-def test_only_the_main_thread_imports_packages(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def imports(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    run_dir = tmp_path_factory.mktemp("imports")
+    command = [sys.executable, "-c", IMPORTS, "train", *TINY_RUN, "steps=3", f"run_dir={run_dir}"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=True)
+    assert len(read_metrics(run_dir)) == 3
+    return done.stdout.splitlines()
+
+
+def test_only_the_main_thread_imports_packages(imports: list[str]) -> None:
     """Grain's own lazy imports exchange `__import__` for all threads: JAX traced by another one would fail.
 
     What JAX imports of jaxlib on the thread that first lowers is no such import.
     """
-    command = [sys.executable, "-c", IMPORTS_OF_THREADS, "train", *TINY_RUN, "steps=3", f"run_dir={tmp_path}"]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, check=True)
-    assert len(read_metrics(tmp_path)) == 3
-    assert done.stdout.splitlines()[-1] == "imported beside the main thread:"
+    assert imports[-2] == "imported beside the main thread:"
+
+
+def test_a_command_loads_no_orbax_and_a_users_program_all_of_grain(imports: list[str]) -> None:
+    assert imports[-1] == "orbax: False"
+    assert grain.checkpoint.CheckpointSave
 
 
 def kill_at(step: int, run_dir: Path, *arguments: str) -> None:

@@ -11,10 +11,10 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-import grain
 import numpy as np
 from absl import flags
 
+from maxbatch.data.stream import grain
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices
 from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent

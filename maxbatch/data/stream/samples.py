@@ -12,8 +12,8 @@ from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import numpy as np
-from grain.experimental import index_shuffle
 
+from maxbatch.data.stream.grain import index_shuffle
 from maxbatch.data.stream.mixture_order import Origins, StagedOrder, WeightedOrder
 from maxbatch.data.stream.rows import RowArrays, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens

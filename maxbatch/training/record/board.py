@@ -11,25 +11,12 @@ from pathlib import Path
 from maxbatch.runs.metrics import Record
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import ConfigError, StoreFull, TrainingError, reason
+from maxbatch.system.hidden_modules import hidden
 from maxbatch.system.storage import AnyPath, place_here, send
 from maxbatch.training.record.loggers import numbers_of
 
-
-@contextlib.contextmanager
-def _hidden(*modules: str) -> Iterator[None]:
-    """Makes imports of modules fail, unless loaded, as if they were not installed."""
-    hidden = [name for name in modules if name not in sys.modules]
-    for name in hidden:
-        sys.modules[name] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        for name in hidden:
-            del sys.modules[name]
-
-
 # tensorboardX spends half a second on importing installed store clients; here it only writes local files.
-with _hidden("boto3", "google.cloud.storage"):
+with hidden("boto3", "google.cloud.storage"):
     from tensorboardX import summary
     from tensorboardX.event_file_writer import EventsWriter
     from tensorboardX.proto.event_pb2 import Event, SessionLog
