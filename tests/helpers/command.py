@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
 
+from tests.helpers.forks import Forks
+
 # They take a third of the usual time to compile; what is computed is the same up to rounding. XLA's older emitters of
 # fusions are there until JAX 0.10.
 _HAS_OLDER_EMITTERS = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * _HAS_OLDER_EMITTERS
+_READ_AT_IMPORT = ("JAX_", "PYTHON", "TF_")
 
 
 def environment() -> dict[str, str]:
@@ -21,13 +25,19 @@ def environment() -> dict[str, str]:
 
 
 def maxbatch(*arguments: str | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "maxbatch", *map(str, arguments)],
-        env=environment(), capture_output=True, text=True, timeout=timeout, stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    """Runs a command to its end, as a fork."""
+    stated = environment()
+    parent = _parent(frozenset(item for item in stated.items() if item[0].startswith(_READ_AT_IMPORT)))
+    return parent.run([str(argument) for argument in arguments], stated, timeout)
+
+
+@functools.cache
+def _parent(read_at_import: frozenset[tuple[str, str]]) -> Forks:
+    return Forks(environment())
 
 
 def start(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command as a user does."""
     return subprocess.Popen(
         [sys.executable, "-m", "maxbatch", *map(str, arguments)],
         env=environment() | variables,

@@ -1,0 +1,117 @@
+"""Commands as forks of a process that has imported what they need: each saves the seconds of its imports.
+
+A fork is a process like any other, with its own environment, folder, streams and exit code. It shares with the other
+forks of its parent the hash seed and what JAX read of the environment when it was imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import runpy
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_LARGEST_REQUEST, _BYTES = 1 << 17, 4
+_TOP = Path(__file__).parents[2]
+
+
+class Forks:
+    """A parent process of commands.
+
+    Args:
+      environment: the parent's; a fork has one of its own.
+    """
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.helpers.forks"]
+            path = os.pathsep.join([str(_TOP), *filter(None, [environment.get("PYTHONPATH")])])
+            self._process = subprocess.Popen(command, env={**environment, "PYTHONPATH": path}, stdin=theirs)
+
+    def run(
+        self, arguments: Sequence[str], environment: Mapping[str, str], timeout: float
+    ) -> subprocess.CompletedProcess[str]:
+        """Runs `maxbatch ARGUMENTS` in the current folder."""
+        request = {"arguments": list(arguments), "environment": dict(environment), "folder": os.getcwd()}
+        status, writing = os.pipe()
+        with (
+            open(status, "rb", buffering=0) as told,
+            tempfile.TemporaryFile("w+") as out,
+            tempfile.TemporaryFile("w+") as err,
+        ):
+            with open(writing, "wb"):
+                fds = [out.fileno(), err.fileno(), writing]
+                socket.send_fds(self._socket, [json.dumps(request).encode()], fds)
+            pid = _told(told.read(_BYTES))
+            if not select.select([told], [], [], timeout)[0]:
+                os.kill(pid, signal.SIGKILL)
+                raise subprocess.TimeoutExpired(arguments, timeout)
+            code = _told(told.read(_BYTES))
+            out.seek(0)
+            err.seek(0)
+            return subprocess.CompletedProcess(arguments, code, out.read(), err.read())
+
+
+def _told(message: bytes) -> int:
+    assert len(message) == _BYTES, "the parent of commands has ended"
+    return int.from_bytes(message, signed=True)
+
+
+def _serve(requests: socket.socket) -> None:
+    """Forks for every request, and tells its process id and its exit code; returns in a fork, ready for its command."""
+    selector = selectors.DefaultSelector()
+    selector.register(requests, selectors.EVENT_READ)
+    while True:
+        for key, _ in selector.select():
+            if key.data:  # a fork has ended
+                pid, told = key.data
+                os.write(told, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]).to_bytes(_BYTES, signed=True))
+                selector.unregister(key.fd)
+                os.close(told)
+                os.close(key.fd)
+                continue
+            message, fds, _, _ = socket.recv_fds(requests, _LARGEST_REQUEST, 3)
+            if not message:
+                sys.exit()
+            out, err, told = fds
+            if pid := os.fork():
+                os.write(told, pid.to_bytes(_BYTES, signed=True))
+                selector.register(os.pidfd_open(pid), selectors.EVENT_READ, (pid, told))
+                os.close(out)
+                os.close(err)
+                continue
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            os.dup2(out, 1)
+            os.dup2(err, 2)
+            selector.close()
+            requests.close()
+            os.closerange(3, 1024)
+            _become(**json.loads(message))
+            return
+
+
+def _become(arguments: list[str], environment: dict[str, str], folder: str) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+    os.chdir(folder)
+    sys.argv = ["maxbatch", *arguments]
+    sys.path[0] = folder  # as `python -m` has it
+
+
+if __name__ == "__main__":
+    import gc
+
+    import maxbatch.training.pretraining  # noqa: F401  what most commands need
+
+    gc.freeze()  # no fork looks through it and copies its pages
+    _serve(socket.socket(fileno=os.dup(0)))
+    runpy.run_module("maxbatch", run_name="__main__", alter_sys=True)
