@@ -14,8 +14,8 @@ BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
 _HOSTS = {
     Shared.VALUE: "the value",
     Shared.CONTENT: "the content, in any place",
-    Shared.STATED: "whether it is stated",
-    Shared.NOTHING: "nothing; each host may have its own place",
+    Shared.STATED: "whether it is set",
+    Shared.NOTHING: "nothing; each host may have its own",
 }
 _PINNED = Fixes.STREAM | Fixes.MODEL | Fixes.ADAPTERS | Fixes.PROMPTS
 _ANYWHERE = Fixes.RECORDS | Fixes.CONTENT  # pinned by content alone
@@ -25,12 +25,12 @@ def resumed(key: Key) -> str:
     """Returns the effect of a resume with another value of a key."""
     what = changes(key.name)
     if key.name in ("load_parameters_path", "load_full_state_path"):
-        return f"told: changes {what}; where the run reads its start again, other content is refused"
+        return f"changes {what}; refused if the run reads its starting point again and finds other content"
     if key.fixes & _PINNED & ~_ANYWHERE or (key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what):
         return "refused"
     if key.fixes & _ANYWHERE and not what:
-        return "refused if the content is another"
-    return f"told: changes {what}" if what else "changes nothing"
+        return "refused if the content differs"
+    return f"changes {what}" if what else "no effect"
 
 
 def table() -> str:
@@ -44,7 +44,7 @@ def table() -> str:
 
 
 def page() -> str:
-    """Returns the page with its table made anew."""
+    """Returns the page with a new table."""
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
 
