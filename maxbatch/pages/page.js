@@ -155,11 +155,12 @@
     if (isPanel) ranges.x_range = new Bokeh.Range1d({ ...zoom, reset_start: whole.start, reset_end: whole.end });
     else if (x.kind === "category") ranges.x_range = new Bokeh.FactorRange({ factors: x.categories });
     if (y.kind === "category") ranges.y_range = new Bokeh.FactorRange({ factors: y.categories });
-    const zoomTool = new Bokeh.BoxZoomTool({ dimensions: "auto" });
+    const zoomTool = new Bokeh.BoxZoomTool({ dimensions: isPanel ? "width" : "auto" });
+    const panTool = new Bokeh.PanTool({ dimensions: isPanel ? "width" : "both" });
     const kind = ({ kind }) => (kind === "category" ? "auto" : kind);
     const plot = Bokeh.Plotting.figure({
       ...ranges, x_axis_type: kind(x), y_axis_type: kind(y), x_axis_label: x.title, y_axis_label: y.title,
-      tools: [zoomTool, new Bokeh.PanTool(), new Bokeh.ResetTool(), new Bokeh.SaveTool()], toolbar_location: "above", toolbar_inner: true, sizing_mode: "stretch_both", window_axis: isPanel ? "x" : "none",
+      tools: [zoomTool, panTool, new Bokeh.ResetTool(), new Bokeh.SaveTool()], toolbar_location: "above", toolbar_inner: true, sizing_mode: "stretch_both", window_axis: isPanel ? "x" : "none",
       background_fill_color: null, border_fill_color: null, outline_line_color: null, min_border: 0, min_border_right: 12,
       lod_threshold: null,
     });
@@ -207,6 +208,8 @@
     const box = document.getElementById(`plot${number}`);
     box.view?.remove();
     box.replaceChildren();
+    // An axis of one value goes from half of it to one and a half.
+    if (plot.y_scale.type === "LinearScale") plot.y_range.default_span = series.flatMap(({ y }) => y).reduce((most, value) => Math.max(most, Math.abs(value ?? 0)), 0) || 2;
     box.series = series;
     box.plot = plot;
     plot.on_event("rangesupdate", ({ x0, x1 }) => isPanel(figure) && zoomTogether({ start: x0, end: x1 }));
@@ -222,10 +225,13 @@
     return figures.flatMap((figure, number) => (isPanel(figure) ? [document.getElementById(`plot${number}`)] : []));
   }
 
-  // Zooming one run figure along x zooms the others.
+  // Zooming one run figure zooms the others; the y axes fit what is shown.
   function zoomTogether(range) {
     zoom = range;
-    for (const { plot } of panels()) plot?.x_range.setv(range);
+    for (const { plot } of panels()) {
+      plot.y_range.have_updated_interactively = false; // the tool has set it too
+      plot.x_range.setv(range);
+    }
   }
 
   function takeAxis(name) {

@@ -136,6 +136,19 @@ def test_the_x_axis_can_be_steps_samples_tokens_or_time_and_zoom_goes_along() ->
 
 
 @pytest.mark.runs
+def test_an_axis_of_a_constant_is_of_its_size() -> None:
+    write_run(Path("a"), 12, learning_rate=lambda _: 0.003)
+    make_page([Path("a")]).write(Path("page.html"))
+    script = """
+    const plots = [...document.querySelectorAll(".plot")];
+    const { y_range: { start, end } } = plots.find(({ series }) => series[0].column === "learning_rate").plot;
+    return [start, end];
+    """
+    (low, high), console = ask(Path("page.html").resolve(), script)
+    assert console == [] and 0 < low < 0.003 < high < 0.006
+
+
+@pytest.mark.runs
 def test_the_slider_smooths_rates_and_leaves_their_values_below() -> None:
     records = write_run(Path("a"), 12, loss=lambda step: float(step))
     make_page([Path("a")]).write(Path("page.html"))
