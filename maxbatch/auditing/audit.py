@@ -1,4 +1,4 @@
-"""The audit: every promise judged, the smallest counterexample of each that is broken, and its cause."""
+"""The audit: a verdict on every promise, with the smallest counterexample and the cause of a broken one."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Case:
     rows: int  # including those of zero weight
     padding_rows: int  # rows of zero weight after the others
     layout: Layout
-    updates: int  # updates after which it shows
-    trained_tokens: tuple[int, ...]  # of each micro-batch; of each device where there is one pass
+    updates: int  # updates after which the runs differ
+    trained_tokens: tuple[int, ...]  # of each micro-batch, or of each device if there is one pass
     saved_after: int = 0  # updates before the resume; 0: none
     in_new_process: bool = False  # the resume is
 
@@ -44,14 +44,14 @@ class Case:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What the audit found of one promise."""
+    """The verdict on one promise."""
 
     promise: str  # a name of the table of promises
     sentence: str
     status: str  # "holds", "broken" or "not applicable"
-    reason: str = ""  # why it is not applicable, how far it was tried, or the exception that broke it
-    cause: str | None = None  # a name of the table of causes, where an experiment proves it
-    explanation: str = ""  # of a broken promise: the cause in words, or the effect if no cause is proved
+    reason: str = ""  # the reason if not applicable, the extent of a partial trial, or the exception that broke it
+    cause: str | None = None  # a name of the table of causes, if an experiment proves it
+    explanation: str = ""  # of a broken promise: the cause in words, or its effect if no cause is proved
     array: str | None = None  # the parameter that differs most; None: only the reported loss differs
     by: float | None = None  # its difference, relative to the movement of the parameters; None: not a number
     loss_by: float | None = None  # the relative difference of the reported loss; 0: none
@@ -61,7 +61,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Audit:
-    """What an audit found: a verdict on every promise.
+    """The result of an audit: a verdict on every promise.
 
     Attributes:
       verdicts: in the order of the table of promises.
@@ -132,8 +132,8 @@ def audit(
       vocab_size: V; the tokens are 1 to V - 1.
       updates: over which two runs are compared.
       seed: of the rows.
-      import_make: a function that can be pickled and returns `make` in a new process, where a saved state is resumed.
-        None: `make` is imported by its name; one without, such as a lambda, is resumed in this process alone.
+      import_make: a picklable function that returns `make` in a new process, which resumes a saved state. None: the new
+        process imports `make` by its name; a `make` without one, such as a lambda, is resumed only in this process.
 
     Returns:
       A verdict on every promise. `audit(make).holds` is what a test asserts.
@@ -150,7 +150,7 @@ def audit(
     for promise in PROMISES:
         broken, reason = bench.first_broken(promise, promise.rows)
         found.append((promise, broken, reason))
-    if any(broken for _, broken, _ in found):  # a fault that other rows do not show was rounding
+    if any(broken for _, broken, _ in found):  # a fault that appears only with these rows was rounding
         other = Bench(subject, Data(length, vocab_size, updates, seed + 1), import_make)
         found = [
             (promise, broken and other.first_broken(promise, promise.rows)[0] and broken, reason)

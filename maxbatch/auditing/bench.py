@@ -1,4 +1,4 @@
-"""Runs trials, each run once, and judges them by the trainer's own rounding."""
+"""The runs of trials, each run once, judged by the trainer's own rounding."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Bench:
     def tolerance_of(self, side: Side) -> Tolerance:
         """Returns the tolerance for the rows of a run.
 
-        Gradients that are nearly zero differ from rows to rows, and Adam turns their rounding into steps.
+        Which gradients are nearly zero depends on the rows, and Adam turns their rounding into steps.
         """
         rows = side.rows
         if self.order_distance or side.layout != whole(rows.rows_given):
@@ -136,7 +136,7 @@ class Bench:
         return self.tolerance.or_more(compare.tolerance(self.run(side), permuted)[0])
 
     def repeats(self, side: Side) -> bool:
-        """Returns whether a new trainer gives the run again."""
+        """Returns whether a new trainer repeats the run."""
         run, again = self.run(side), self._subject.repeat(side.layout, self.data.batches(side.rows))
         return is_equal(run, again) or compare.difference(run, again, self.tolerance) is None
 

@@ -1,9 +1,9 @@
-"""The cause of a broken promise, where runs of the same trainer prove it.
+"""The cause of a broken promise, if runs of the same trainer prove it.
 
-A cause predicts the second run of a counterexample: for example, means of micro-batches that are averaged give the
-update of a whole batch in which the rows of each micro-batch are repeated until all have as many trained tokens. It is
-named if its prediction is twenty times closer to the second run than the run that the promise requires, and five times
-closer than the prediction of any other cause. Otherwise the cause is None.
+A cause predicts the second run of a counterexample. For example, a trainer that averages the means of micro-batches
+computes the update of a whole batch in which the rows of each micro-batch are repeated until all have equally many
+trained tokens. A cause is named if its prediction is twenty times closer to the second run than the run that the
+promise requires, and five times closer than the prediction of any other cause. Otherwise the cause is None.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CAUSES = {
     "padding counted": "rows of zero weight count in the number that the loss is divided by",
     "state not saved": "training needs something that is not in the saved state",
 }
-_STEPS = "steps of equal parts, added up"  # clipping in each pass predicts it too: no cause, but close to some
+_STEPS = "steps of equal parts, added up"  # clipping in each pass predicts the same: not a cause, but close to some
 _CLOSE = 0.05  # of the distance between the two runs: the largest of a prediction
 _CLOSER = 5.0  # times closer than the prediction of another cause
 _MOST_ROWS = 512  # of a predicting run
@@ -43,7 +43,7 @@ _TERM = 1e-3  # smallest change of a term that is reported
 _LEAST_ROUNDING, _MOST_ROUNDING = 1e-4, 0.05  # of the movement: what rounding to a type of few bits changes
 _ROUNDINGS = 10.0  # times the rounding of three copies: the most that rounding explains
 _PLACE, _PLACE_COARSE = 1e-3, 0.03  # smallest relative change of a row's loss by its place; for losses in bfloat16
-_WIDE = 4  # micro-batches or devices on which a cause that two of them show is confirmed
+_WIDE = 4  # micro-batches or devices that confirm a cause found on two of them
 _WIDE_ROWS = 8
 
 
@@ -105,7 +105,7 @@ def terms(bench: Bench, trial: Comparison) -> list[str]:
 
 
 def divides_by_zero(bench: Bench, side: Side) -> bool:
-    """Returns whether a run gives NaN that has a row without a trained token, and none if all tokens are trained."""
+    """Returns whether a run with a row without a trained token gives NaN, and a run that trains all tokens does not."""
     weights = bench.data.batches(side.rows)[0]["weights"]
     full = _run(bench, side.layout, RowSpec(side.rows.rows_given))
     is_nan = compare.has_nan(bench.run(side)) and full is not None and not compare.has_nan(full)
@@ -138,7 +138,7 @@ def _predicted(bench: Bench, trial: Comparison, known: Mapping[str, str | None],
 
 
 def _ratios(bench: Bench, trial: Comparison, only_loss: bool) -> dict[str, float]:
-    """Returns the distance of each cause's closest prediction to the second run, of that between the two runs."""
+    """Returns the distance of each cause's closest prediction to the second run, relative to that of the two runs."""
     try:
         first, second = bench.run(trial.first), bench.run(trial.second)
     except Refused:
@@ -156,7 +156,7 @@ def _ratios(bench: Bench, trial: Comparison, only_loss: bool) -> dict[str, float
 
 
 def _is_confirmed(bench: Bench, trial: Comparison, name: str, only_loss: bool) -> bool:
-    """Returns whether a cause that two micro-batches or devices show explains four, where the trainer has four."""
+    """Returns whether a cause found on two micro-batches or devices also explains four, if the trainer has four."""
     if name not in ("last micro-batch", "first micro-batch", "sum", "optimizer per micro-batch"):
         return True
     rows = RowSpec(_WIDE_ROWS)
@@ -167,8 +167,8 @@ def _is_confirmed(bench: Bench, trial: Comparison, name: str, only_loss: bool) -
 def _keeps_scale(bench: Bench, trial: Comparison) -> bool:
     """Returns whether a trainer may change its layout between two updates.
 
-    Adam's steps do not depend on the scale of its gradients, and so hide a sum of means, unless the scale changes
-    from one update to the next.
+    Adam's steps do not depend on the scale of its gradients, so they hide a sum of means unless the scale changes from
+    one update to the next.
     """
     first = Side(whole(_WIDE_ROWS), RowSpec(_WIDE_ROWS))
     try:
@@ -179,7 +179,7 @@ def _keeps_scale(bench: Bench, trial: Comparison) -> bool:
 
 
 def _wide(trial: Comparison) -> Layout:
-    """Returns four micro-batches, or devices where there is one pass."""
+    """Returns four micro-batches, or four devices if there is one pass."""
     return Layout(1, _WIDE, _WIDE_ROWS // _WIDE) if trial.is_cut else Layout(_WIDE, 1, _WIDE_ROWS)
 
 
@@ -206,7 +206,7 @@ def _params(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction
 
 
 def _of_untrained(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction]:
-    """Yields the predictions for tokens and rows of zero weight that count."""
+    """Yields the predictions of trainers that count tokens or rows of zero weight."""
     side, rows, last = trial.second, trial.second.rows, len(first.params) - 1
     if rows.other_targets and (run := _run(bench, side.layout, rows._replace(trained="all"))):
         yield _Prediction("mask ignored", last, run.params[last])
@@ -240,7 +240,7 @@ def _losses(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction
 
 
 def _stepped(first: Run, runs: list[Run], share: float) -> dict[str, np.ndarray]:
-    """Returns the parameters after the first updates of all runs are added up, as plain gradient descent gives them."""
+    """Returns the parameters after the sum of the first updates of all runs, as in plain gradient descent."""
     start = first.params[0]
     return {name: start[name] + share * sum(run.params[1][name] - start[name] for run in runs) for name in start}
 
@@ -251,10 +251,10 @@ def _trained_pieces(bench: Bench, side: Side) -> list[tuple[int, int]]:
 
 
 def _balanced(bench: Bench, side: Side, pieces: list[tuple[int, int]]) -> Run | None:
-    """Returns the run on a whole batch of repeated rows in which all pieces have as many trained tokens.
+    """Returns the run on a whole batch of rows repeated until all pieces have equally many trained tokens.
 
-    Its mean over tokens is the mean of the pieces' means, whatever the optimizer does with the gradient. None if the
-    pieces have equal numbers already, or none that a small batch can equal.
+    Its mean over tokens is the mean of the pieces' means, with any optimizer. None if the pieces already have equal
+    numbers, or if a small batch cannot make them equal.
     """
     weights = bench.data.batches(side.rows)[0]["weights"]
     trained = [int(weights[slice(*piece)].sum()) for piece in pieces]
@@ -274,7 +274,7 @@ def _run(bench: Bench, layout: Layout, rows: RowSpec) -> Run | None:
 
 
 def _drops(bench: Bench, trial: Comparison) -> bool:
-    """Returns whether a run is that of the rows that have an effect in it, and some trained ones have none."""
+    """Returns whether some trained rows have no effect in a run, and a run on the other rows equals it."""
     side = trial.second
     run, trained = bench.run(side), np.flatnonzero(bench.data.batches(side.rows)[0]["weights"].any(axis=1)).tolist()
     others = [_run(bench, side.layout, side.rows._replace(replaced=row)) for row in trained]
@@ -286,10 +286,10 @@ def _drops(bench: Bench, trial: Comparison) -> bool:
 
 
 def _depends_on_place(bench: Bench, side: Side) -> bool:
-    """Returns whether the loss of a row depends on its place in the batch, and not on the rows beside it.
+    """Returns whether the loss of a row depends on its place in the batch but not on the rows beside it.
 
-    A batch of one row, repeated, has the loss of the row alone, or a multiple of it that is the same for every row,
-    unless its copies meet other random numbers.
+    A batch of copies of one row has the loss of the row alone, or the same multiple of it for every row, unless the
+    copies meet different random numbers.
     """
     number = side.rows.rows_given
     if number < 2 or not bench.base.losses:
@@ -313,11 +313,11 @@ def _depends_on_place(bench: Bench, side: Side) -> bool:
 
 
 def _is_rounding(bench: Bench, trial: Comparison) -> bool:
-    """Returns whether the difference of two runs is that of rounding to few bits.
+    """Returns whether rounding to few bits explains the difference of two runs.
 
-    Two copies of the same rows, in one pass or in a pass each, change no rounding, since a half is exact in binary;
-    three change it. No other cause does that: one that depends on the number of rows or passes shows in two copies,
-    one that depends on the rows of a pass in neither.
+    Two copies of the same rows, in one pass or in a pass each, do not change the rounding, since a half is exact in
+    binary; three copies do. No other cause behaves so: one that depends on the number of rows or passes already shows
+    with two copies, and one that depends on the rows of a pass with neither.
     """
     if not (trial.is_cut or trial.is_spread):
         return False
@@ -347,5 +347,5 @@ def _is_rounding(bench: Bench, trial: Comparison) -> bool:
 
 
 def _copies(trial: Comparison, number: int) -> Layout:
-    """Returns the layout of so many passes, or devices where there is one pass, of two rows each."""
+    """Returns the layout with this many passes, or devices if there is one pass, of two rows each."""
     return Layout(1, number, 2) if trial.is_cut else Layout(number, 1, 2 * number)

@@ -168,7 +168,7 @@ def _pooled(a: Run, b: Run, t: int) -> float:
 
 
 def _noise(base: Run, permuted: Sequence[Run], name: str) -> np.ndarray:
-    """Returns which elements of an array are noise."""
+    """Returns a mask of the elements of an array that are noise."""
     noisy = np.zeros(base.params[0][name].shape, bool)
     for run in permuted:
         for t in _updates(base):
@@ -183,7 +183,7 @@ def _parts(a: Run, b: Run, t: int, name: str, noise: np.ndarray | None) -> list[
 
 
 def _rms(values: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
-    """Returns the root mean square of the elements that count: of all, and for each index of each axis."""
+    """Returns the root mean square of the elements that count: over all of them, and for each index of each axis."""
     squares = np.where(counts, values, 0.0) ** 2
     found = [np.sqrt(squares.sum() / max(1, counts.sum()))]
     for axis in range(values.ndim) if values.size else ():
@@ -210,7 +210,7 @@ def _is_coarse(loss: float) -> bool:
 
 
 def _loss_scale(run: Run) -> float:
-    """Returns the largest loss of a run: a small difference of large terms rounds as the terms do."""
+    """Returns the largest loss of a run, since a small difference of large terms rounds like the terms."""
     return max(map(abs, run.losses), default=0.0) or 1.0
 
 

@@ -1,6 +1,6 @@
 """The batches of an audit: random rows, and the same rows permuted, padded or with fewer trained tokens.
 
-Shapes: B rows, L tokens in a row, U updates. Rows are named by a `RowSpec`, so that equal ones are run once.
+Shapes: B rows, L tokens in a row, U updates. A `RowSpec` names rows, so that equal ones are run once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class RowSpec(NamedTuple):
     parts: int = 1
     order: tuple[int, ...] = ()  # of the rows, some left out or repeated; (): as drawn
     padding: int = 0  # further rows, of zero weight
-    trained: str = ""  # what else has weight: "padding" rows, or "all" tokens
+    trained: str = ""  # further rows or tokens with weight: "padding" rows, or "all" tokens
     other_targets: bool = False  # other tokens after the last trained token of each row
     replaced: int = -1  # the row that another one replaces; -1: none
     updates: int = 0  # of the run; 0: as many as the audit's
@@ -31,7 +31,7 @@ class RowSpec(NamedTuple):
 
     @property
     def rows_given(self) -> int:
-        """B: rows that an update gets."""
+        """B: rows of an update."""
         rows = len(self.order) or self.num_rows
         return rows + self.padding if self.part is None else self.part[1] - self.part[0]
 

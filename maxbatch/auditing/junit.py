@@ -32,7 +32,7 @@ def junit_xml(name: str, found: Audit) -> str:
 
 
 def junit_xml_of_error(name: str, message: str) -> str:
-    """Returns the XML of an audit that judged nothing: one test case with an error."""
+    """Returns the XML of an audit that could not run: one test case with an error."""
     suite = _suite(name, tests=1, failures=0, errors=1, skipped=0)
     SubElement(SubElement(suite, "testcase", classname=_text(name), name="audit"), "error", message=_text(message))
     return _document(suite)
@@ -50,5 +50,5 @@ def _document(suite: Element) -> str:
 
 
 def _text(text: str) -> str:
-    """Returns a text without the characters that XML does not have."""
+    """Returns a text without the characters that XML does not allow."""
     return _NOT_XML.sub("?", text)

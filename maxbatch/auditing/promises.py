@@ -1,6 +1,6 @@
 """The promises of a batch, and for each the pairs of runs that must agree.
 
-Shapes: B rows of a batch. The trials of a promise for one B begin with those of the fewest parts.
+Shapes: B rows of a batch. The trials of a promise for one B begin with the fewest parts.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ class Side(NamedTuple):
     layout: Layout
     rows: RowSpec
     save_after: int = 0  # updates after which a fresh trainer continues from the saved state; 0: no resume
-    in_new_process: bool = False  # the fresh trainer runs there
-    then: Layout | None = None  # of the fresh trainer, if it is another one
+    in_new_process: bool = False  # whether the fresh trainer runs in a new process
+    then: Layout | None = None  # the layout of the fresh trainer, if it differs
 
     @property
     def pieces(self) -> list[tuple[int, int]]:
-        """The rows of each micro-batch, or of each device where there is one pass."""
+        """The rows of each micro-batch, or of each device if there is one pass."""
         given, per_pass = self.rows.rows_given, self.layout.rows_per_pass
         if self.layout.gradient_accumulation_steps == 1:
             per_pass = -(-given // self.layout.num_devices)
@@ -57,7 +57,7 @@ class Promise(NamedTuple):
 
     name: str
     sentence: str
-    effect: str  # of breaking it, in words
+    effect: str  # the effect of breaking it, in words
     trials: Callable[[int, int], Iterator[Comparison]]  # of B rows and U updates
     rows: int = 8  # B of the audit
     least_rows: int = 2  # B of the smallest counterexample
@@ -117,7 +117,7 @@ def _empty(num_rows: int, _: int) -> Iterator[Comparison]:
     for layout in (*_cuts(num_rows), *_spreads(num_rows)):
         parts = max(layout.gradient_accumulation_steps, layout.num_devices)
         for trial in _against_whole(iter([layout]), RowSpec(num_rows, "empty", parts)):
-            yield trial._replace(same_shapes=True)  # as the same cut of full rows, which has run
+            yield trial._replace(same_shapes=True)  # like the same cut of full rows, which has run
 
 
 def _remainder(num_rows: int, _: int) -> Iterator[Comparison]:

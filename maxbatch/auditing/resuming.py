@@ -1,4 +1,4 @@
-"""Resumed runs: from a saved state on, with a fresh trainer, in this process or in a new one."""
+"""Runs that a fresh trainer resumes from a saved state, in this process or in a new one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxbatch.system.worker_pool import WorkerEnded, WorkerPool
 
 ImportMake = Callable[[], Make]  # pickled, and called in a new process
 
-_WITHIN = "AUDIT_RESUMES_A_TRAINER"  # set in a new process, so that an audit in a module of users ends there
+_WITHIN = "AUDIT_RESUMES_A_TRAINER"  # set in a new process, where an audit in the user's module must not start again
 
 
 class NoProcess(Exception):

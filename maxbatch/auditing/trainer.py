@@ -1,4 +1,4 @@
-"""The trainer under audit, called through the few functions that it must have.
+"""The trainer under audit, called through its three functions.
 
 Errors are one line: Refused if the trainer fails, ConfigError if it cannot be used.
 
@@ -71,7 +71,7 @@ class Run(NamedTuple):
     rounding: dict[str, float]  # of each parameter's type: the distance from 1 to the next number; 0: whole numbers
 
     def then(self, later: Run) -> Run:
-        """Returns this run, continued by the run from its last state."""
+        """Returns this run joined with a run from its last state."""
         return Run(
             self.params + later.params[1:], self.losses + later.losses, self.metrics + later.metrics, self.rounding
         )
@@ -118,7 +118,7 @@ class Subject:
         trainer = self._made(layout)
         found, state = self._updated(trainer, _init(trainer), batches)
         saved = _saved(state)
-        self._updated(trainer, state, batches[:1])  # the saved state must not move with this one
+        self._updated(trainer, state, batches[:1])  # the saved state must not change with this one
         return found, saved
 
     def resume(self, layout: Layout, saved: Saved, batches: Sequence[Batch]) -> Run:
@@ -219,7 +219,7 @@ def _scalars(metrics: Mapping[Any, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _rounding(array: np.ndarray) -> float:
-    """Returns the distance from 1 to the next number of an array's type, or of a shorter one that holds its numbers."""
+    """Returns the distance from 1 to the next number of an array's type, or of a shorter one that fits its numbers."""
     if array.dtype == np.float32 and not (array.view(np.uint32) & _DIGITS_BELOW_HALF).any():
         return _LOW_PRECISION
     if array.dtype.kind == "f" and array.dtype.itemsize > 2:

@@ -1,8 +1,8 @@
-"""Pods for tests: functions run on several simulated hosts of CPU devices, `jax.distributed` initialised.
+"""Pods for tests: functions run on several simulated hosts of CPU devices, with `jax.distributed` initialised.
 
 With pytest, `@pytest.mark.pod(devices=8, hosts=4)` runs a test on each of 4 processes of 2 devices, and the fixture
-`pod` is the `Pod` of a test. Without it, `run` does the same for a function. Nothing here knows a trainer. Importing it
-loads nothing: every session of pytest does where maxbatch is installed.
+`pod` is the test's `Pod`. Without pytest, `run` does the same for a function. Nothing here knows a trainer. Importing
+this package loads nothing, because every pytest session imports it if maxbatch is installed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One host of a pod: a process with some CPU devices, joined to the others, that serves the process that tests."""
+"""One host of a pod: a process with some CPU devices, joined to the other hosts, that serves the testing process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from maxbatch.testing.pod import Pod, PodError
 if TYPE_CHECKING:
     from maxbatch.testing.host_session import HostSession
 
-_SILENCE_S = 3600  # after which JAX ends the hosts: a test may stop one, and the process that tests watches them
+_SILENCE_S = 3600  # JAX's own timeout: long, since a test may stop a host and the testing process watches them all
 _SHUTDOWN_S = 5
 
 
@@ -70,7 +70,7 @@ def serve(connection: Connection) -> None:
 
 
 def _start(start: Start, pod: Pod, connection: Connection) -> HostSession | None:
-    """Joins the hosts; the configuration of pytest may load JAX before, but not use its devices."""
+    """Joins the hosts; pytest's configuration may import JAX before, but not use its devices."""
     os.environ.update(variables_of_host(start.port, start.num_hosts, start.host))
     make_cpu_devices(start.num_devices)
     session = None
@@ -81,7 +81,7 @@ def _start(start: Start, pod: Pod, connection: Connection) -> HostSession | None
     make_cpu_devices(start.num_devices)  # a conftest.py may have asked for other devices
     _join(start)
     for name in ("JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"):
-        os.environ.pop(name, None)  # a process that a test starts is not one of the hosts
+        os.environ.pop(name, None)  # a process started by a test is not one of the hosts
     if session is not None:
         session.collect()
     return session
@@ -102,7 +102,7 @@ def _join(start: Start) -> None:
         coordinator_bind_address=f"localhost:{start.port}", heartbeat_timeout_seconds=_SILENCE_S,
         shutdown_timeout_seconds=_SHUTDOWN_S,
     )  # fmt: skip
-    jax.devices()  # from now on no setting changes them
+    jax.devices()  # creates the devices, which no later setting changes
 
 
 def _closed(session: HostSession | None) -> Answer:

@@ -1,4 +1,4 @@
-"""The session of pytest that a host opens: it runs the tests that the process that tests names, phase by phase."""
+"""The pytest session of a host: it runs the tests that the testing process names, phase by phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from maxbatch.testing.pod import Pod, PodError
 
 
 class HostSession:
-    """A session of pytest, opened once for all tests of a host; also a plugin of it.
+    """A pytest session, opened once for all tests of a host; also its plugin.
 
     Args:
       options: of the caller's session.
@@ -43,7 +43,7 @@ class HostSession:
         """Starts the session and collects its files; raises PodError if one cannot be collected."""
         self._config._do_configure()
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
-        if terminal is not None:  # the caller's is the one that shows
+        if terminal is not None:  # the caller's terminal reporter prints
             terminal._tw = TerminalWriter(open(os.devnull, "w"))  # noqa: SIM115  for good
         for writer in ("lfplugin", "nfplugin", "stepwiseplugin"):  # of the caller's cache
             if self._config.pluginmanager.has_plugin(writer):
@@ -55,7 +55,7 @@ class HostSession:
             raise PodError("\n".join(self._errors))
 
     def run(self, phase: Phase) -> Answer:
-        """Sets up a test, and runs all of its phases as they are named; returns the answer to the last."""
+        """Sets up a test, runs its phases as they are requested, and returns the answer to the last."""
         item = self._tests.get(phase.test)
         if item is None:
             return Raised(f"{phase.test} is not among the tests that this host collects: its parameters are others")
@@ -82,7 +82,7 @@ class HostSession:
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool:
-        """Runs the phases of a test as they are named, inside of what other plugins do around a test."""
+        """Runs the phases of a test as they are requested, inside other plugins' wrappers."""
         phase = self._phase
         while True:
             self._answer = self._reported(item, phase)
@@ -102,12 +102,12 @@ class HostSession:
         return Reported(data)
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        """Keeps the error of a file that cannot be collected."""
+        """Records the error of a file that cannot be collected."""
         if report.failed:
             self._errors.append(f"{report.nodeid} cannot be collected on this host:\n{report.longreprtext}")
 
     def pytest_warning_recorded(self, warning_message: warnings.WarningMessage, when: str) -> None:
-        """Keeps a warning of a test."""
+        """Records a warning of a test."""
         message = warning_message.message
         if when == "runtest" and isinstance(message, Warning):
             sent = message if _is_picklable(message) else UserWarning(f"{type(message).__name__}: {message}")
@@ -123,7 +123,7 @@ def _is_picklable(value: object) -> bool:
 
 
 def _save_coverage() -> None:
-    """Writes what coverage.py has measured, since this process may be killed."""
+    """Saves coverage.py's data, since this process may be killed."""
     module = sys.modules.get("coverage")
     active = module.Coverage.current() if module is not None else None
     if active is not None:

@@ -1,7 +1,6 @@
-"""The hosts of a pod as the process that tests sees them: processes of its own, each with CPU devices.
+"""The hosts of a pod as seen by the testing process: its child processes, each with CPU devices.
 
-A host leads a process group. It ends, with all that it started, when its pod is closed and when this process ends, by
-whatever cause.
+A host leads a process group. The whole group ends when the pod is closed, and when this process ends for any reason.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ from maxbatch.testing.pod import named
 from maxbatch.testing.stacks import stack_of
 
 _START_S = 300.0  # for imports and for the hosts to join
-_GRACE_S = 3.0  # in which the other hosts may end a test after one has failed
-_CLOSE_S = 5.0  # for fixtures of a session to be torn down
+_GRACE_S = 3.0  # for the other hosts to end a test after one has failed
+_CLOSE_S = 5.0  # to tear down a session's fixtures
 _DUMP_S = 2.0
 _POLL_S = 0.1
 _MOST_HOSTS = 16  # that are kept for later tests
@@ -70,17 +69,17 @@ class Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure of a host: what it raised, or how it ended without an answer."""
+    """The failure of a host: an exception, or its end without an answer."""
 
     host: int
-    what: str  # such as `was killed by SIGKILL`; "" for what it raised
-    text: str = ""  # the traceback, or the stack of a host that still ran
+    what: str  # such as `was killed by SIGKILL`; "" for an exception
+    text: str = ""  # the traceback, or the stack of a host that was still running
     report: Reported | None = None
 
 
 @dataclass
 class Round:
-    """The answers of the hosts to one request, and their failures in the order in which they came."""
+    """The answers of the hosts to one request, and their failures in order of arrival."""
 
     answers: dict[int, Answer] = field(default_factory=dict)
     failures: list[Failure] = field(default_factory=list)
@@ -91,9 +90,9 @@ class Hosts:
 
     Args:
       shape: of the pod.
-      session: options of the session of pytest that each host opens; None: they call functions.
-      folder: in which they start.
-      shows_output: they print where this process does; else `output` returns what they printed.
+      session: options of the pytest session of each host; None: hosts call functions.
+      folder: where they start.
+      shows_output: hosts print to this process's output; else `output` returns their text.
     """
 
     def __init__(
@@ -132,7 +131,7 @@ class Hosts:
         Args:
           messages: the request, or one for each host.
           until: `time.monotonic()` at which the hosts must have answered.
-          too_late: what is wrong if they have not.
+          too_late: the failure of a host that has not.
         """
         found = Round()
         running = set(self._alive)
@@ -186,11 +185,11 @@ class Hosts:
         return bool(self._alive)
 
     def output(self) -> dict[int, str]:
-        """Returns what each host has printed since the last call."""
+        """Returns the output of each host since the last call."""
         return {host: text for host, process in enumerate(self._processes) if (text := process.new_output())}
 
     def close(self) -> list[Failure]:
-        """Ends the hosts, after their sessions; returns what failed in these."""
+        """Ends the hosts after closing their sessions; returns the failures of these."""
         if self.is_in_test:
             self.kill()
         found = self.perform(Close(), time.monotonic() + _CLOSE_S, f"after {_CLOSE_S:g} s")
@@ -198,14 +197,14 @@ class Hosts:
         return found.failures
 
     def kill(self) -> None:
-        """Ends the hosts at once, with all that they started."""
+        """Kills the hosts at once, with their child processes."""
         self.has_failed = True
-        for process in reversed(self._processes):  # the first last: JAX in the others would say at length that it died
+        for process in reversed(self._processes):  # the first one last: on its death JAX prints much in the others
             process.kill()
         self._alive.clear()
 
     def _send(self, host: int, message: object) -> None:
-        with contextlib.suppress(ConnectionError):  # it has died, which `perform` sees
+        with contextlib.suppress(ConnectionError):  # it has died, which `perform` notices
             self._processes[host].connection.send(message)
 
     def _received(self, running: set[int], until: float) -> list[tuple[int, object]]:
@@ -221,7 +220,7 @@ class Hosts:
         return received
 
     def _meet(self, waiting: dict[int, Exchange], running: set[int]) -> None:
-        """Answers the hosts that wait at a common point, once all have come or some no longer can."""
+        """Answers the hosts that wait at a common point once all have arrived, or some no longer can."""
         here = {host for host in waiting if host in running}
         if not here:
             waiting.clear()
@@ -269,7 +268,7 @@ class Hosts:
         return how
 
     def _end(self, running: set[int], found: Round, how: str) -> None:
-        """Adds the stacks of the hosts that still run, and kills all."""
+        """Adds the stacks of the hosts that are still running, and kills all."""
         for host in sorted(running):
             what, stack = self._processes[host].stack()
             found.failures.append(Failure(host, what or how, stack))
@@ -277,7 +276,7 @@ class Hosts:
 
 
 def _ended_alike(found: Round) -> bool:
-    """Returns whether no host failed, or all at the same place: nothing that one began is left for another to join."""
+    """Returns whether no host failed, or all at the same place, so that none waits for a collective of another."""
     places = [failure.report.place if failure.report else failure.text for failure in found.failures]
     return not places or (len(places) == len(found.answers) and len(set(places)) == 1)
 
@@ -308,16 +307,16 @@ class _Process:
             )  # fmt: skip
 
     def is_dead(self) -> bool:
-        """Whether the process has ended and every message of it was read."""
+        """Whether the process has ended and all its messages have been read."""
         return self.process.poll() is not None and (self._is_read or not self.connection.poll())
 
     def wait_after_last_message(self) -> None:
-        """Waits for the end of a process that has closed its connection, a moment before it ends."""
+        """Waits for a process that has closed its connection, and so is about to end."""
         self._is_read = True
         self.wait(_CLOSE_S)
 
     def wait(self, seconds: float) -> int:
-        """Returns the exit code; kills the process if it runs on."""
+        """Returns the exit code; kills the process if it does not end."""
         try:
             return self.process.wait(max(0.0, seconds))
         except subprocess.TimeoutExpired:
@@ -329,7 +328,7 @@ class _Process:
         self.process.send_signal(number)
 
     def stack(self) -> tuple[str, str]:
-        """Returns why the process has no stack to show, and the stack of its main thread."""
+        """Returns the reason for a missing stack, and the stack of the main thread."""
         if is_stopped(self.process.pid):
             return "was stopped", ""
         before = self._dump.seek(0, os.SEEK_END)
@@ -345,17 +344,17 @@ class _Process:
         return "", stack_of(dump, self.main_thread) or dump
 
     def read_output(self) -> None:
-        """Keeps what the process has printed until now."""
+        """Reads the output of the process so far."""
         if self._output is not None and not self._is_killed:
             self._output.seek(self._num_read)
             data = self._output.read()
             self._num_read += len(data)
             lines = data.decode(errors="replace").splitlines(keepends=True)
-            # gloo, which joins the hosts, prints every peer.
+            # gloo, which connects the hosts, prints every peer.
             self._text += "".join(line for line in lines if not line.startswith("[Gloo] Rank "))
 
     def new_output(self) -> str:
-        """Returns what the process has printed since the last call."""
+        """Returns the output of the process since the last call."""
         self.read_output()
         text, self._text = self._text, ""
         return text if len(text) <= _MOST_OUTPUT else f"...\n{text[-_MOST_OUTPUT:]}"
@@ -376,14 +375,14 @@ class _Process:
 
 
 class Pool:
-    """Hosts by their shape, which are used again unless a test ended badly."""
+    """Hosts by shape, reused unless a test ended badly."""
 
     def __init__(self, start: Callable[[Shape], Hosts]) -> None:
         self._start, self._process = start, os.getpid()
-        self._hosts: OrderedDict[Shape, Hosts] = OrderedDict()  # the last used at the end
+        self._hosts: OrderedDict[Shape, Hosts] = OrderedDict()  # the most recently used last
 
     def get(self, shape: Shape) -> Hosts:
-        """Returns hosts of a shape, started now unless they are there."""
+        """Returns hosts of a shape, and starts them if there are none."""
         found = self._hosts.pop(shape, None)
         if found is not None and not found.is_usable:
             found.close()
@@ -396,7 +395,7 @@ class Pool:
         return found
 
     def close(self) -> list[Failure]:
-        """Ends all hosts; returns what failed in their sessions."""
+        """Ends all hosts; returns the failures of their sessions."""
         hosts, self._hosts = self._hosts, OrderedDict()
         if os.getpid() != self._process:  # a fork of it
             return []
@@ -404,7 +403,7 @@ class Pool:
 
 
 def _coverage() -> Mapping[str, str]:
-    """Returns the variable by which coverage.py (7.10) measures a process as it measures this one."""
+    """Returns the environment variable with which coverage.py (7.10) measures a child like this process."""
     module = sys.modules.get("coverage")
     active = module.Coverage.current() if module is not None else None
     if active is None or not hasattr(active.config, "serialize"):

@@ -1,4 +1,4 @@
-"""One report of a phase of a test, from those of its hosts."""
+"""One report of a test's phase, merged from the hosts' reports."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from maxbatch.testing.messages import Reported
 from maxbatch.testing.pod import named
 
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
-_MOST_SHOWN = 3  # failures of which the traceback is shown
+_MOST_SHOWN = 3  # failures shown with their traceback
 _Chain = list[tuple[ReprTraceback, ReprFileLocation | None, str | None]]
 
 
@@ -26,7 +26,7 @@ class Merged:
     outcome: Literal["passed", "failed", "skipped"] = "passed"
     longrepr: Any = None
     wasxfail: str | None = None  # the reason of an expected failure
-    raises: bool = False  # a host failed, and not by passing where a failure was expected
+    raises: bool = False  # a host failed, other than by passing unexpectedly
     user_properties: list[tuple[str, object]] = field(default_factory=list)
     sections: list[tuple[str, str]] = field(default_factory=list)
 
@@ -41,8 +41,8 @@ class _Shown(NamedTuple):
 def merge(item: pytest.Item, phase: str, found: Round) -> Merged:
     """Returns one report of the answers of all hosts.
 
-    The phase failed if it failed on one of them; equal failures are one. Where the first failure was expected (xfail),
-    so were those that followed from it.
+    The phase failed if it failed on any host; equal failures count once. If the first failure was expected (xfail), so
+    were those that followed from it.
     """
     answers = {host: answer for host, answer in sorted(found.answers.items()) if isinstance(answer, Reported)}
     reports = {host: _report(item, answer) for host, answer in answers.items()}
@@ -95,7 +95,7 @@ def _shown(failure: Failure, report: pytest.TestReport | None) -> _Shown:
 
 
 def _representation(item: pytest.Item, failures: Sequence[_Shown]) -> ExceptionChainRepr:
-    """Returns the failures in pytest's own form, which pytest-xdist can send; each under the hosts that it is of."""
+    """Returns the failures in pytest's own form, which pytest-xdist can send, each under its hosts."""
     groups: dict[object, list[_Shown]] = {}
     for failure in failures:
         crash = failure.chain[-1][1]

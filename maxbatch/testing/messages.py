@@ -1,4 +1,4 @@
-"""Messages between the process that tests and its hosts, pickled over a pipe."""
+"""Messages between the testing process and its hosts, pickled over a pipe."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ When = Literal["setup", "call", "teardown"]
 
 @dataclass(frozen=True)
 class SessionOptions:
-    """The options of the caller's pytest, from which a host opens a session of its own."""
+    """The options of the caller's pytest, with which a host opens its own session."""
 
     option: dict[str, object]
     arguments: list[str]
-    worker: dict[str, object] | None  # by which plugins know a worker of pytest-xdist, if the caller is one
-    files: list[str]  # that hold the tests of these hosts
+    worker: dict[str, object] | None  # pytest-xdist's `workerinput`, if the caller is a worker
+    files: list[str]  # files with the tests of these hosts
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Start:
     num_hosts: int
     num_devices: int  # of this host
     port: int  # on which the first host listens
-    session: SessionOptions | None  # None: functions are called
+    session: SessionOptions | None  # None: the host calls functions
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Phase:
 
 @dataclass(frozen=True)
 class Call:
-    """A request to call a function with the pod, in the working folder and with the variables of the caller."""
+    """A request to call a function with the pod, with the caller's working folder and environment."""
 
     function: bytes
     folder: Path
@@ -60,7 +60,7 @@ class Close:
 
 @dataclass(frozen=True)
 class Exchanged:
-    """The values that all hosts brought to a common point, by host."""
+    """The values that the hosts sent to a common point, by host."""
 
     values: dict[int, bytes]
 
@@ -116,13 +116,13 @@ class Reported:
 
     @property
     def has_raised(self) -> bool:
-        """Whether the phase raised, also where that was expected (xfail)."""
+        """Whether the phase raised, even if expected (xfail)."""
         is_expected = "wasxfail" in self.report and self.report["outcome"] == "skipped"
         return bool(is_expected or self.report["outcome"] == "failed")
 
     @property
     def place(self) -> str:
-        """The file and line at which the phase raised; else what is known of it."""
+        """The file and line where the phase raised, or else the text of the failure."""
         shown = self.report["longrepr"]
         crash = shown["reprcrash"] if isinstance(shown, dict) else None
         return f"{crash['path']}:{crash['lineno']}" if crash else str(shown)
@@ -137,7 +137,7 @@ class Returned:
 
 @dataclass(frozen=True)
 class Raised:
-    """An exception in place of an answer; `exits`: it ends the whole run of tests."""
+    """An exception in place of an answer; with `exits` it ends the whole test run."""
 
     text: str
     exits: bool = False

@@ -1,7 +1,6 @@
-"""The plugin of pytest: the marker `pod`, whose tests run on the hosts of a simulated pod, and the fixture `pod`.
+"""The pytest plugin: the marker `pod`, whose tests run on the hosts of a simulated pod, and the fixture `pod`.
 
-Every session of pytest loads it where maxbatch is installed, so that it imports what a pod needs for the first marked
-test only.
+Every pytest session loads it if maxbatch is installed, so it imports the modules of pods only at the first marked test.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def pod(request: pytest.FixtureRequest) -> Pod:
-    """Returns the pod of a test with the marker `pod`, as one of its hosts sees it."""
+    """Returns the pod of a test with the marker `pod`, as seen by one of its hosts."""
     host = request.config.pluginmanager.get_plugin(_HOST)
     if host is None:
         pytest.fail("the fixture pod needs the marker: @pytest.mark.pod(devices=4, hosts=2)", pytrace=False)
@@ -37,7 +36,7 @@ def pod(request: pytest.FixtureRequest) -> Pod:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Refuses a debugger beside marked tests: it would stop in this process, where nothing of the test is."""
+    """Refuses a debugger beside marked tests: it would stop in this process, where the test does not run."""
     given = [
         flag for flag, name in (("--pdb", "usepdb"), ("--trace", "trace")) if session.config.getoption(name, False)
     ]
@@ -50,7 +49,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
-    """Has the phases of a marked test run on hosts."""
+    """Runs the phases of a marked test on hosts."""
     if item.get_closest_marker("pod") is not None and not item.config.pluginmanager.has_plugin(_HOST):
         from maxbatch.testing.pod_test import PodTest
 

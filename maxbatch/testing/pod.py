@@ -1,4 +1,4 @@
-"""The pod as a test sees it: its hosts, a mesh of its devices, and points that all hosts reach together."""
+"""The pod as seen by a test: its hosts, a mesh of its devices, and points where all hosts meet."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _MOST_SHOWN = 3  # differences between hosts
 
 
 class PodError(Exception):
-    """A host failed, died or hung, or did not come to a point at which the others wait."""
+    """A host failed, died or hung, or did not reach a point where the others wait."""
 
 
 class Pod:
-    """The pod of a test, as one of its hosts sees it.
+    """The pod of a test, as seen by one of its hosts.
 
     Attributes:
       host: index of this host.
@@ -59,10 +59,10 @@ class Pod:
         return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=types)
 
     def barrier(self) -> None:
-        """Waits until every host that lives has come here.
+        """Waits until every living host has reached this point.
 
         Raises:
-          PodError: a host ended the test without coming, or waits at another point.
+          PodError: a host ended the test without reaching this point, or waits at another one.
         """
         __tracebackhide__ = True
         self._exchange("barrier()", None)
@@ -71,8 +71,8 @@ class Pod:
         """Checks that all hosts hold the same values, bit by bit.
 
         Args:
-          x: a number, an array or a tree of them. Of a `jax.Array`, the copies of each shard are compared, so that an
-            array may be replicated over the hosts, or over some of them.
+          x: a number, an array or a tree of them. For a `jax.Array` the copies of each shard are compared, so an array
+            may be replicated over all hosts or some of them.
 
         Raises:
           AssertionError: they differ; the message names the hosts and the difference.
@@ -101,7 +101,7 @@ class Pod:
             raise AssertionError("\n".join(["the hosts disagree:", *lines, *more]))
 
     def kill(self, host: int) -> None:
-        """Kills a host (SIGKILL) and returns once it is dead. The test goes on without it, and passes if it does.
+        """Kills a host (SIGKILL) and returns once it is dead. The test continues and may pass without it.
 
         Host 0 keeps JAX's coordination service: as on a real pod, JAX ends the others when it dies.
         """
@@ -110,7 +110,7 @@ class Pod:
             time.sleep(math.inf)
 
     def stop(self, host: int, seconds: float) -> None:
-        """Stops a host (SIGSTOP), which is continued after so many seconds; returns at once."""
+        """Stops a host (SIGSTOP) and continues it after `seconds`; returns at once."""
         self._signal(host, seconds)
 
     def _signal(self, host: int, stopped_s: float | None) -> None:
@@ -147,7 +147,7 @@ def _hashed(value: object) -> _Hashed:
 
 
 def _leaves(x: object) -> dict[str, dict[str, object]]:
-    """Returns the leaves of a tree by their path, and of each its parts by their slices: arrays, or other objects."""
+    """Returns the leaves of a tree by path, each as parts by their slices: arrays, or other objects."""
     import jax
     import numpy as np
 
@@ -182,7 +182,7 @@ def _shards(name: str, array: jax.Array) -> dict[str, object]:
 
 
 def difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
-    """Returns a line that names the hosts and what each holds."""
+    """Returns a line with the hosts and their values."""
     import numpy as np
 
     name = f"x{key[0]}{key[1]}"

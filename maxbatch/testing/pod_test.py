@@ -1,4 +1,4 @@
-"""A marked test as the process that tests sees it: its phases run on hosts, and their reports become one."""
+"""A marked test as seen by the testing process: its phases run on hosts, and their reports are merged."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from maxbatch.testing.merging import Merged, merge
 from maxbatch.testing.messages import Phase, Raised, Reported, SessionOptions, When
 from maxbatch.testing.pod import PodError
 
-_TEARDOWN_S = 5.0  # which a test has in any case
+_TEARDOWN_S = 5.0  # which every test has
 _REPORTS = pytest.StashKey[dict[str, Merged]]()
 _POOL = pytest.StashKey[Pool]()
-# Options of the caller that a host does not follow: it runs the tests that it is told to, and reports to the caller.
+# Options that a host does not take from the caller: it runs the tests it is sent, and reports to the caller.
 _OWN_OPTIONS: dict[str, object] = {
     "capture": "no", "usepdb": False, "trace": False, "setuponly": False, "setupshow": False, "setupplan": False,
     "collectonly": False, "keyword": "", "markexpr": "", "deselect": None, "maxfail": 0, "plugins": [],
@@ -36,7 +36,7 @@ def stated_by(marker: pytest.Mark) -> _Stated:
     """Returns the shape and the timeout that `@pytest.mark.pod` states.
 
     Raises:
-      ValueError: the arguments are others than `devices`, `hosts` and `timeout`, or cannot be used.
+      ValueError: arguments other than `devices`, `hosts` and `timeout`, or unusable values.
     """
 
     def pod(devices: int, hosts: int = 1, timeout: float = 60.0) -> _Stated:
@@ -100,7 +100,7 @@ class PodTest:
         self._report(when, self._hosts.perform(phase, self._until, too_late))
 
     def _report(self, when: When, found: Round) -> None:
-        """Keeps the report for pytest; raises PodError if a host failed."""
+        """Stores the report for pytest; raises PodError if a host failed."""
         assert self._hosts is not None
         for host, answer in found.answers.items():
             if isinstance(answer, Raised) and answer.exits:
@@ -128,7 +128,7 @@ class PodTest:
             )  # fmt: skip
 
     def _following(self) -> str | None:
-        """Returns the id of the next test in this file; else of the next one of this shape, whatever runs between."""
+        """Returns the id of the next test in this file, or else of the next test with this shape."""
         if self._nextitem is None:
             return None
         if self._nextitem.path == self._item.path:
@@ -140,7 +140,7 @@ class PodTest:
 
 
 def shape_of(item: pytest.Item) -> Shape | None:
-    """Returns the shape of a marked test; None if it is not marked, or wrongly."""
+    """Returns the shape of a marked test; None if it is not marked, or marked wrongly."""
     marker = item.get_closest_marker("pod")
     try:
         return stated_by(marker).shape if marker is not None else None
@@ -149,7 +149,7 @@ def shape_of(item: pytest.Item) -> Shape | None:
 
 
 def report_of(item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestReport | None:
-    """Returns the merged report of a phase; None if the phase did not come to the hosts."""
+    """Returns the merged report of a phase; None if the phase did not reach the hosts."""
     merged = item.stash.get(_REPORTS, {}).pop(call.when, None)
     if merged is None:
         return None
@@ -162,7 +162,7 @@ def report_of(item: pytest.Item, call: pytest.CallInfo[None]) -> pytest.TestRepo
 
 
 def close_pool(config: pytest.Config) -> None:
-    """Ends the hosts of all tests; warns of fixtures that could not be torn down."""
+    """Ends the hosts of all tests; warns about fixtures whose teardown failed."""
     pool = config.stash.get(_POOL, None)
     for failure in pool.close() if pool is not None else []:
         text = f"host {failure.host}, at the end of its session: {failure.what}\n{failure.text}"
@@ -183,7 +183,7 @@ def _start(session: pytest.Session, shape: Shape) -> Hosts:
     arguments = [word for name in config.option.plugins for word in ("-p", name)]
     given = {name: value for name, value in vars(config.option).items() if _is_picklable(value)}
     option = {name: value for name, value in (given | _OWN_OPTIONS).items() if name in given and name != "file_or_dir"}
-    # A host has loaded this package before pytest could rewrite its asserts.
+    # A host imports this package before pytest can rewrite its asserts.
     option["pythonwarnings"] = [*(option["pythonwarnings"] or []), "ignore::pytest.PytestAssertRewriteWarning"]
     option |= {"rootdir": str(config.rootpath), "inifilename": str(config.inipath) if config.inipath else None}
     worker = getattr(config, "workerinput", None)

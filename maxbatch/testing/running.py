@@ -24,20 +24,20 @@ T = TypeVar("T")
 def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: float = 60.0) -> list[T]:
     """Calls a function once on each host of a simulated pod, and returns the results by host.
 
-    The hosts are processes, each with `devices / hosts` CPU devices, `jax.distributed` initialised. They are used
-    again by later calls for the same shape, and end with this process. Each call has the working folder and the
-    environment variables of its caller; those that JAX reads when it starts are of the first. Output is printed after
-    the call.
+    The hosts are processes, each with `devices / hosts` CPU devices and `jax.distributed` initialised. Later calls with
+    the same shape reuse them; they end with this process. Each call has the caller's working folder and environment
+    variables, except for variables that JAX reads at its start, which stay as in the first call. Output is printed
+    after the call.
 
     Args:
-      function: takes the `Pod`; sent by value (cloudpickle) if it is a closure, a lambda or of `__main__`.
-      devices: of the pod.
-      hosts: which divide the devices.
+      function: takes the `Pod`; sent by value (cloudpickle) if it is a closure, a lambda or from `__main__`.
+      devices: number of devices of the pod.
+      hosts: number of hosts; must divide the devices.
       timeout: seconds that the call may take.
 
     Raises:
-      PodError: the function raised on a host, or a host died, or the call took too long; the message has the host and
-        its traceback, or the stack of every host that still ran.
+      PodError: the function raised on a host, a host died, or the call took too long; the message has the host and its
+        traceback, or the stack of every host that was still running.
       ValueError: the hosts do not divide the devices.
     """
     shape = Shape.of(devices, hosts)
@@ -53,7 +53,7 @@ def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: 
         pod.kill()
         raise PodError(_told(found, output))
     print(*output.values(), sep="", end="", file=sys.stdout, flush=True)
-    # A host that the function killed has no result.
+    # A host killed by the function has no result.
     return [pickle.loads(one.value) for _, one in sorted(found.answers.items()) if isinstance(one, Returned)]
 
 
@@ -62,7 +62,7 @@ def _start(shape: Shape) -> Hosts:
 
 
 def _told(found: Round, output: dict[int, str]) -> str:
-    """Returns every failure with the hosts that it is of, then what each host printed."""
+    """Returns every failure with its hosts, then the output of each host."""
     groups: dict[str, list[int]] = {}
     for failure in found.failures:
         groups.setdefault(f"{failure.what or 'failed'}:\n{failure.text}".rstrip(":\n"), []).append(failure.host)

@@ -8,17 +8,17 @@ import traceback
 
 _THREAD = re.compile(r"^(?:Current t|T)hread (0x[0-9a-f]+)[^\n]*\n((?:  [^\n]*\n)*)", re.M)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-# Where a test is called from.
+# Frames that call a test.
 _BELOW = re.compile(r"[/\\]_pytest[/\\]|[/\\]maxbatch[/\\]testing[/\\]host(_session)?\.py$")
-# Inside of JAX, and how a pod waits.
+# Frames inside JAX, and of a waiting pod.
 _HIDDEN = re.compile(r"[/\\]jax[/\\]_src[/\\]|[/\\]multiprocessing[/\\]connection\.py|[/\\]testing[/\\]pod\.py _")
 
 
 def stack_of(dump: str, thread: int) -> str:
-    """Returns the stack of a thread in a dump of `faulthandler`, in Python's usual form; "" if it is not there.
+    """Returns the stack of a thread from a dump of `faulthandler`, in Python's usual form; "" if it is missing.
 
     Args:
-      dump: what `faulthandler` wrote for all threads.
+      dump: the text of `faulthandler` for all threads.
       thread: `threading.Thread.ident`.
     """
     for ident, lines in _THREAD.findall(dump):
