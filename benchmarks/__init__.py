@@ -1,1 +1,1 @@
-"""What maxbatch costs: `python -m benchmarks` measures it against bars and writes a table and a JSON."""
+"""Benchmarks: `python -m benchmarks` compares measurements with bars, prints a table and writes JSON."""

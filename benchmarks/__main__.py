@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]`: measures, prints a table, writes a JSON; exits 1 where a bar is missed.
+"""`python -m benchmarks [NAME ...]`: measures, prints a table, writes JSON; exits with 1 if a bar is missed.
 
 Each benchmark runs in a process of its own, because the number of simulated devices is fixed when JAX starts, and
 with caches of its own, so that nothing depends on what ran before.
@@ -48,10 +48,10 @@ NUM_DEVICES = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs the benchmarks that the arguments name.
+    """Runs the named benchmarks.
 
     Returns:
-      0 where every bar is reached, 1 where one is missed or a benchmark failed.
+      0 if every bar is reached, 1 if one is missed or a benchmark failed.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(NUM_DEVICES)} (default: all)")

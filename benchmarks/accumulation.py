@@ -1,10 +1,10 @@
-"""(b) What cutting a batch costs: 1, 4 and 16 micro-batches of equal size, and equal batches cut into 1, 4 and 16.
+"""(b) The cost of accumulation: 1, 4 and 16 micro-batches of equal size, and equal batches cut into 1, 4 and 16.
 
-At equal micro-batch size every side has 16 micro-batches' work: 16 updates of 1, 4 of 4, 1 of 16. The updates
-themselves (clipping, optimizer), timed by the same program without a micro-batch, are taken off first, so that 16
-micro-batches cannot hide behind sharing one. With them included the figure is lower, and is reported as well.
+At equal micro-batch size every side computes 16 micro-batches: 16 updates of 1, 4 of 4, 1 of 16. The time of the
+updates themselves (clipping, optimizer), measured by the same program without a micro-batch, is subtracted, so that a
+shared update does not hide the cost. The ratio with updates included is lower, and reported as well.
 
-Run on the default model: its update is small against a micro-batch.
+The model is the default one, whose update is short compared with a micro-batch.
 """
 
 from __future__ import annotations

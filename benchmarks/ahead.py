@@ -1,13 +1,13 @@
-"""(q) What sampling ahead (`off_policy_steps`) is worth: a modelled schedule, and two simulated meshes.
+"""(q) The gain of sampling ahead (`off_policy_steps`): a modelled schedule, and two simulated meshes.
 
 The model has two meshes, each with its own devices. All responses of a batch are drawn at once, so sampling takes as
-long as its longest response; lengths are log-normal (sigma 1) and end at a limit of 8 or 16 times their median. A batch
-is trained on in the time that sampling takes on average, since its rows have a fixed length. Moving the weights takes
-2% of that, and both meshes wait for it. No chunks overlap within a batch.
+long as the longest response; lengths are log-normal (sigma 1) up to a limit of 8 or 16 times their median. Rows have a
+fixed length, so training on a batch takes a constant time, the average time of sampling. Moving the weights takes 2% of
+that, and both meshes wait for it. No chunks overlap within a batch.
 
-Measured is `maxbatch rl` on two meshes of one simulated device, each of which computes with one thread, so that on two
-cores both can work at a time. The batch takes about as long to sample as to train on. The model has learned nothing, so
-every batch has a response that reaches the limit: this shows the schedule at work, and no long tail.
+The measurement runs `maxbatch rl` on two meshes of one simulated device with one thread each, so that both can work at
+a time on two cores. Sampling a batch takes about as long as training on it. The model is untrained, so every batch has
+a response that reaches the limit: the measurement shows the schedule, without a long tail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def seconds_until_trained(
     sampled: list[float] = []  # when each batch is
     sampler_free = trained = 0.0
     for k, training in enumerate(training_s):
-        at_policy = trained + resharding_s  # the policy that k batches made is on both meshes
+        at_policy = trained + resharding_s  # the policy after k batches is on both meshes
         while len(sampled) < min(k + ahead + 1, len(sampling_s)):
             sampler_free = max(sampler_free, at_policy) + sampling_s[len(sampled)]
             sampled.append(sampler_free)
@@ -44,7 +44,7 @@ def seconds_until_trained(
 
 
 def modelled(limit: float, turns: int) -> dict[int, list[float]]:
-    """Returns the times of `BATCHES` batches by the batches ahead, in units of a batch's training, of several draws."""
+    """Returns draws of the time of `BATCHES` batches, by the batches ahead, in units of a batch's training."""
     rng = np.random.default_rng(0)
     lengths = np.minimum(rng.lognormal(sigma=1.0, size=(turns, BATCHES, RESPONSES)), limit)
     longest = lengths.max(axis=2)

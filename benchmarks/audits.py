@@ -1,8 +1,8 @@
-"""`python -m benchmarks.audits [NAME ...]`: audits other trainers, each in an environment of today's versions.
+"""`python -m benchmarks.audits [NAME ...]`: audits other trainers, each in an environment with its newest versions.
 
-Makes a virtual environment for each, with pip, by the names of its packages; runs its adapter of `examples/audits/`;
-writes `benchmarks/audit_results/NAME.json`; and writes the table of `docs/audits.md` from all of these files. `--table`
-writes the table alone. Which interpreter runs it decides for which Python the packages are installed.
+For each trainer it makes a virtual environment, installs the packages with pip, runs the adapter in `examples/audits/`,
+and writes `benchmarks/audit_results/NAME.json`. Then it writes the table of `docs/audits.md` from all of these files.
+`--table` only writes the table. The packages are installed for the interpreter that runs the command.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ BEGIN, END = "<!-- table: python -m benchmarks.audits --table -->\n", "<!-- end 
 
 
 class Peer(NamedTuple):
-    """A trainer of others."""
+    """Another project's trainer."""
 
     title: str
     adapter: str  # FILE:FUNCTION in examples/audits
-    packages: tuple[str, ...]  # to install, by name; the first is the one whose version is shown
-    threads: tuple[str, ...] = ()  # where its users met this
+    packages: tuple[str, ...]  # to install, by name; the table shows the version of the first
+    threads: tuple[str, ...] = ()  # where its users reported this
 
 
 PEERS = {
@@ -54,7 +54,7 @@ PEERS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Audits the peers that the arguments name; returns 1 if one cannot be audited."""
+    """Audits the named peers; returns 1 if one cannot be audited."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.audits", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"some of: {', '.join(PEERS)} (default: all)")
     parser.add_argument("--environments", type=Path, default=Path("environments"), help="folder of the environments")
@@ -79,7 +79,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _environment(folder: Path, packages: tuple[str, ...]) -> Path:
-    """Returns the Python of an environment with the packages, and makes it where it is not there."""
+    """Returns the Python of an environment with the packages; makes the environment if it is missing."""
     place = (folder / "-".join(sorted(packages))).absolute()
     python = place / "bin" / "python"
     if not (place / "made").exists():
@@ -126,7 +126,7 @@ def table() -> str:
 
 
 def _rows(peer: Peer, result: dict[str, Any]) -> list[str]:
-    """Returns a row for each broken promise, and one for all that hold."""
+    """Returns a row for each broken promise, and one for all the others."""
     package = peer.packages[0]
     framework = f"{peer.title} | {package} {result['versions'][package]}"
     threads = ", ".join(f"[{each}](https://github.com/{each.replace('#', '/issues/')})" for each in peer.threads)

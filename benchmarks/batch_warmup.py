@@ -1,9 +1,9 @@
-"""(k) Batch warmup by `maxbatch critical-batch`'s own schedule, against the small batch and the large one throughout.
+"""(k) Batch warmup by the schedule of `maxbatch critical-batch`, against a constant small and a constant large batch.
 
 Three runs on the same tokens, for each of three seeds (of parameters and of the order of the data): the small batch;
 the schedule, measured by `critical-batch` on the small batch's run of seed 0 alone; the largest batch of that schedule
-from the start. Learning rates are scaled by the square root in all. What is asked (Merrill et al. 2025,
-https://arxiv.org/abs/2505.23971, who saved 43%): the small batch's final loss within the noise of seeds, with at least
+from the start. Learning rates scale by the square root in all. The bar (Merrill et al. 2025,
+https://arxiv.org/abs/2505.23971, saved 43%) is the small batch's final loss, within the noise of seeds, with at least
 40% fewer updates.
 """
 
@@ -39,13 +39,13 @@ class _Size:
     measuring: tuple[str, ...]  # flags of critical-batch
 
 
-_FULL = _Size(24_000, 500, 400, ())  # critical-batch as it comes
+_FULL = _Size(24_000, 500, 400, ())  # critical-batch with its defaults
 _QUICK = _Size(256, 16, 1, ("--checkpoints", "16,32", "--factors", "1,2", "--samples", "64"))
 
 
 @dataclass(frozen=True)
 class _Run:
-    """How a run ended."""
+    """The end of a run."""
 
     eval_loss: float
     updates: int

@@ -1,4 +1,4 @@
-"""One benchmark in this process: `python -m benchmarks.child NAME OUT.json full|quick`; `__main__` starts it."""
+"""A process that runs one benchmark, started by `__main__`: `python -m benchmarks.child NAME OUT.json full|quick`."""
 
 from __future__ import annotations
 

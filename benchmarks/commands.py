@@ -1,4 +1,4 @@
-"""`maxbatch` as a user runs it: a process of its own."""
+"""`maxbatch` as a user runs it, in a process of its own."""
 
 from __future__ import annotations
 

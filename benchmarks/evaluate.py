@@ -1,8 +1,8 @@
 """(q) Tokens/s of `maxbatch evaluate` on a multiple choice, against `maxbatch score` on the same texts, in turns.
 
-Both sides begin with a model in memory and end with their figures: one renders, tokenises and scores the documents of
-a task and takes its metrics, the other tokenises and scores one text per choice. Programs are compiled before. Both
-must come to the same accuracy. The model is tiny, so that what the harness does on the host weighs the most.
+Both sides begin with a model in memory and end with their figures. One renders, tokenises and scores the documents of a
+task and computes its metrics; the other tokenises and scores one text per choice. Programs are compiled before. Both
+must have the same accuracy. The model is tiny, so the harness's work on the host dominates.
 """
 
 from __future__ import annotations

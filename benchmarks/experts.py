@@ -1,8 +1,8 @@
-"""(p) An update of a model with 8 experts, 2 of them a token's, against two others of the same rows.
+"""(p) An update of a model with 8 experts, 2 active per token, against two other updates on the same rows.
 
-One is that of a dense model with as many active parameters: the two experts of a token are together as wide as its
-MLP. The other is the update of the same model, written by hand. The vocabulary is small, so that the layers are what is
-measured.
+One is the update of a dense model with as many active parameters: its MLP is as wide as the two experts of a token
+together. The other is the update of the same model, written by hand. The vocabulary is small, so that the layers
+dominate.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
 
 DENSE_BAR, HANDWRITTEN_BAR = 0.75, 0.95
-# Of two sides whose first update is equal to the bit: after it rounding tips tokens between experts of equal score.
+# The first updates of both sides are equal to the bit; later ones differ, as rounding moves tokens between experts.
 _LATER_UPDATES = 1e-3
 _PER_TOKEN, _BALANCE = 2, 0.01
 _EXPERTS = (

@@ -29,7 +29,7 @@ _ROWS_OF_A_DEVICE = 8
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Ratios of rows/s, feed over bare loops, for documents that are joined, packed by best fit, and mixed."""
+    """Ratios of rows/s, feed over bare loops, for documents joined, packed by best fit, and mixed."""
     batches, documents = (4, 300) if quick else (100, 20_000)
     with tempfile.TemporaryDirectory(prefix="maxbatch-feed-") as folder:
         web, code = (_documents(Path(folder, name), documents, seed) for seed, name in enumerate(("web", "code")))

@@ -1,8 +1,8 @@
-"""(l) A small real model: it scores a page as transformers does, and 200 updates teach it a format, also by LoRA.
+"""(l) A small real model: its scores equal those of transformers, and 200 updates teach it a format, also by LoRA.
 
-The model is SmolLM2-135M-Instruct (`benchmarks.smollm2`); without the packages that bring it there is nothing to
-measure. The task is made up: "Q: river and glass", to be answered " <glass|river>". The held-out prompts pair words
-that never meet in training.
+The model is SmolLM2-135M-Instruct (`benchmarks.smollm2`); without the packages that hold it there is nothing to
+measure. The task is invented: the answer to "Q: river and glass" is " <glass|river>". The held-out prompts have pairs
+of words that do not occur in training.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Accuracy(NamedTuple):
 
 
 def questions() -> tuple[list[Question], list[Question]]:
-    """Returns those to train on and those held out."""
+    """Returns the questions to train on and those held out."""
     pairs = list(permutations(_WORDS, 2))
     random.Random(0).shuffle(pairs)
     every = [Question(f"Q: {a} and {b}\nA:", f" <{b}|{a}>") for a, b in pairs]

@@ -1,6 +1,6 @@
-"""(o) One NVIDIA GPU: cuDNN's attention, the edge that `fit` finds, and the update beside the same one by hand.
+"""(o) One NVIDIA GPU: cuDNN's attention, the largest batch by `fit`, and an update beside the same one by hand.
 
-Everything that touches the GPU runs in a process of its own, one after the other, so that each has the whole memory.
+Each part that uses the GPU runs in its own process, one after the other, so that each has the whole memory.
 `python -m benchmarks.gpu PART OUT.json ARGUMENT ...` is such a process. Without a GPU there is nothing to measure.
 
 Shapes: M rows, L length, D model, H query heads, K key heads, h head_dim, F mlp, V vocabulary.
@@ -126,7 +126,7 @@ def attention(bench: Bench) -> list[Measurement]:
 def attention_differences(implementation: Kernel, length: int = 1024, head_dim: int = 128) -> dict[str, float]:
     """Returns the largest differences from the plain path in bfloat16, relative to its largest value.
 
-    Rows hold three documents, 8 query heads read 2 key heads, and the batch is mapped as the data axis maps it.
+    Rows hold three documents, 8 query heads share 2 key heads, and the batch is mapped as by the data axis.
     """
     keys = jax.random.split(jax.random.key(0), 4)
     q_MxLxHxh, k_MxLxKxh, v_MxLxKxh, cotangent = (

@@ -1,7 +1,7 @@
-"""The experts of the hand-written update: in place of the MLP of its layers, for a CPU and speed alone.
+"""The experts of the hand-written update, in place of its layers' MLP, for a CPU and speed alone.
 
 The choices are sorted by expert and cut into blocks of rows of one expert, whose whole MLP is one step of a loop. The
-rows hold no padding, and nothing is counted but the balance loss of each row.
+rows hold no padding, and the only other figure is the balance loss of each row.
 
 Shapes: M rows of L tokens; T = M x L tokens, n = T x k choices; D model, E experts of which k are a token's, F width of
 an expert, b rows of a block.

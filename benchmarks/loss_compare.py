@@ -1,8 +1,8 @@
 """Losses and data fingerprints of two checkouts, side by side: `python -m benchmarks.loss_compare BEFORE AFTER`.
 
 Runs the same commands with the package of each checkout and compares their metrics, update by update. A change that
-should not change what is trained passes where every fingerprint is equal and no loss differs by more than a tolerance,
-and no norm of a gradient by more than ten times as much.
+must not affect training passes if every fingerprint is equal, no loss differs by more than a tolerance, and no gradient
+norm by more than ten times as much.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
     """Compares two checkouts.
 
     Returns:
-      0 where all cases agree, 1 where one does not or a command failed.
+      0 if all cases agree, 1 if one does not or a command failed.
     """
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loss_compare", description=__doc__)
     parser.add_argument("before", type=Path, help="a checkout")

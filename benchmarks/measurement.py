@@ -1,4 +1,4 @@
-"""What a benchmark hands back, and how two things are compared on a machine that others use as well."""
+"""Measurements, and comparisons of two sides on a machine that others use as well."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Key = TypeVar("Key", bound=Hashable)
 
 
 class BenchmarkError(Exception):
-    """What was to be compared is not comparable, or did not run."""
+    """Two sides are not comparable, or one did not run."""
 
 
 @dataclass(frozen=True)
@@ -21,12 +21,12 @@ class Measurement:
     """One measured quantity.
 
     Attributes:
-      name: what was measured.
+      name: of the quantity.
       value: the figure.
       unit: "" for a ratio.
-      samples: where the figure sums up several ones, those (ratios of single turns, runs).
-      bar: what the figure must reach, None where nothing is asked of it.
-      sense: on which side of the bar it must lie.
+      samples: the figures behind a summary (ratios of single turns, runs).
+      bar: the figure to reach; None if there is none.
+      sense: the side of the bar on which the figure must be.
       detail: more figures, for the JSON.
     """
 
@@ -60,7 +60,7 @@ class Measurement:
 
 
 def seconds_in_turns(sides: Mapping[Key, Callable[[], Any]], turns: int) -> dict[Key, list[float]]:
-    """Seconds of every side in every turn: A B, B A, A B, ..., so that a busy machine is busy for all of them."""
+    """Seconds of every side in every turn: A B, B A, A B, ..., so that other load affects all of them."""
     seconds: dict[Key, list[float]] = {name: [] for name in sides}
     for turn in range(turns):
         order = list(sides.items())

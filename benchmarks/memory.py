@@ -1,7 +1,7 @@
 """Anonymous memory of `maxbatch prepare` and of a stream, with four times as many documents.
 
 The memory is the largest sum over a command's process and its children, polled; mapped files do not count, since the
-system drops their pages. `best_fit` computes its packing in memory: its figure is bytes a document.
+system drops their pages. `best_fit` computes its packing in memory; its figure is bytes per document.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STREAMS = {"concatenate": (), "one document a row": ("packing=false",), "held-o
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Ratios of peaks, and the bytes a document of `best_fit`."""
+    """Ratios of peaks, and the bytes per document of `best_fit`."""
     count = 20_000 if quick else _DOCUMENTS
     with tempfile.TemporaryDirectory() as name:
         few, many = (_peaks(Path(name, str(size)), size) for size in (count, _TIMES * count))

@@ -1,4 +1,4 @@
-"""(g) What measuring the gradient noise scale costs: the same update with and without it, in turns."""
+"""(g) The cost of measuring the gradient noise scale: the same update with and without it, in turns."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""(j) What sampling and training side by side is worth: `maxbatch rl` on two meshes of four simulated devices each.
+"""(j) The gain of sampling and training side by side: `maxbatch rl` on two meshes of four simulated devices each.
 
 Without chunks the two meshes take turns: all responses, then training on them. With chunks one is sampled while another
 is trained on. The updates are the same; the ratio is that of their medians. The simulated devices share the cores, so
-where there are fewer cores than one side can use by itself nothing can be won, and `busy_fraction/both` of the metrics
-says what two real meshes would have had in hand together.
+there is no gain with fewer cores than one side can use. The metric `busy_fraction/both` shows the overlap that two real
+meshes would have.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""(p) Small models end at the loss that they should: presets, a budget of tokens each, and the loss on held-out text.
+"""(p) The loss of small models: presets, a budget of tokens each, and the loss on held-out text.
 
 Each trains in float32, in bfloat16, and with its layers' products in 8 bits beside bfloat16. The data is the source
-code of Python's standard library, so the bars of float32 hold for one version of Python. The losses do not depend on
-the machine but for rounding; a bar is 1% more than was measured, or than the wider type gives, so that a change that
-hurts learning is seen. A token is a byte.
+code of Python's standard library, so the bars of float32 hold for one version of Python. The losses depend on the
+machine only by rounding. A bar is 1% above the measured loss, or above that of the wider type, so a change that hurts
+learning fails. A token is a byte.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ NUMBERS = {
 
 
 class Budget(NamedTuple):
-    """What a preset trains on, and the most that its loss may be after it."""
+    """The training budget of a preset, and the highest allowed loss at its end."""
 
     preset: str
     tokens: str

@@ -2,8 +2,8 @@
 
 The files are random, 2 bytes a value, of Llama 3.2 3B's shapes. They are read with `weight_dtype=bfloat16` onto fsdp=8,
 and by the library, which only brings every tensor into memory. Each side reads twice in a process of its own, in turns,
-and the second time counts: the first is that of getting the memory from the machine, and the files into its cache. The
-peak is that of the whole process, mapped files and imports included.
+and the second time counts: the first includes allocating the memory and filling the file cache. The peak is that of the
+whole process, including mapped files and imports.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _STEADY = re.compile(r"metrics\.jsonl|\.lease")
 
 
 class _Paced(Output):
-    """Notes when each update was recorded, and makes it take a while."""
+    """Records the time of each update, and delays it."""
 
     def __init__(self, step_s: float) -> None:
         self._step_s, self.times = step_s, list[float]()
@@ -51,7 +51,7 @@ class _Paced(Output):
 
 
 def measure(quick: bool) -> list[Measurement]:
-    """Reads of an update, shuffled and in order; objects that a resume reads; writes a minute of a steady run."""
+    """Reads of an update, shuffled and in order; objects that a resume reads; writes per minute of a steady run."""
     found = []
     for scheme in SCHEMES:
         with serving(scheme) as store, tempfile.TemporaryDirectory() as folder:
@@ -75,7 +75,7 @@ def prepare(bucket: str, folder: Path) -> None:
 
 
 def _train(bucket: str, name: str, *overrides: str, step_s: float = 0.0) -> list[float]:
-    """Trains in a bucket; returns when each update was recorded."""
+    """Trains in a bucket; returns the time of each update."""
     clock = _Paced(step_s)
     data = (f"dataset_path={bucket}/tokens", f"run_dir={bucket}/{name}")
     train(load_config(overrides=[*_RUN, *data, *overrides]), parts=Parts(outputs=(clock,)))
@@ -99,7 +99,7 @@ def objects_of_a_resume(store: Store, bucket: str) -> Measurement:
     store.forget()
     begun = time.time()
     (first, *_) = _train(bucket, "resumed", "steps=7")
-    # Rows are no part of it: `tokens` are read by range while it trains.
+    # Rows do not count: training reads `tokens` by range.
     read = {
         name
         for at, method, path, _, status in store.requests()

@@ -1,8 +1,8 @@
 """(i) Tokens/s of sampling: with the key-value cache against a forward pass over the whole window for every token, and
 groups that share their prompt's cache against rows that each have their own.
 
-The default model. Both sides must take the same tokens. What a token costs without the cache does not depend on where
-it stands, so that side draws fewer.
+The model is the default one. Both sides must draw the same tokens. Without the cache the time of a token does not
+depend on its position, so that side draws fewer.
 
 Shapes: B rows, P tokens of a prompt, L tokens of a row, D model, V vocabulary; Q prompts, G rows of each.
 """

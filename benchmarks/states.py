@@ -2,8 +2,8 @@
 
 Hosts are processes of one device each. A state is saved into a run folder on a disk and in both emulated stores, and as
 a local checkpoint; then it is restored, checksums included, onto the same mesh and onto one whose axes are swapped.
-Checkouts take turns, so that a busy machine is busy for all of them. The first save of a process compiles and is not
-measured. Needs the emulators of the `test` extra.
+Checkouts take turns, so that other load affects all of them. The first save of a process compiles and is not measured.
+Needs the emulators of the `test` extra.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _NUM_ARRAYS, _LAYERS, _COLUMNS = 12, 8, 512
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measures all checkouts and prints a table a place; returns the exit code."""
+    """Measures all checkouts and prints a table per place; returns the exit code."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.states", description=__doc__)
     parser.add_argument("checkouts", nargs="+", type=Path)
     parser.add_argument("--places", nargs="+", choices=PLACES, default=list(PLACES))
@@ -104,7 +104,7 @@ def measure(checkout: Path, place: str, megabytes: int, num_hosts: int) -> dict[
         ]
         output, _ = hosts[0].communicate()
         for other in hosts[1:]:
-            other.kill()  # they have measured if the first one has; without it JAX aborts them
+            other.kill()  # they have finished if the first one has; without it JAX aborts them
             other.wait()
         if hosts[0].returncode:
             raise SystemExit(f"{checkout}: {place}: the first host ended with {hosts[0].returncode}")
@@ -240,7 +240,7 @@ def _make(name: str, lower: Any) -> Any:
 
 
 def _peak() -> float:
-    """Returns the most memory that this process has had, in MB."""
+    """Returns the peak memory of this process in MB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 

@@ -32,7 +32,7 @@ TOLERANCE = 2e-4
 
 
 class FeedInTurns:
-    """The loop's feed, which lets others have their turns whenever the loop has had its own.
+    """The loop's feed, which gives the other sides their turns after each turn of the loop.
 
     Attributes:
       seconds: of every side, per turn of `updates_per_turn` updates; the loop's under "loop".
@@ -84,7 +84,7 @@ def _measure(num_micro_batches: int, model: Sequence[str], turns: int, updates_p
                 f"run_dir={run_dir}",
                 "per_device_batch_size=2",
                 f"gradient_accumulation_steps={num_micro_batches}",
-                # The first turn warms up, and a turn is timed when the next one is asked for.
+                # The first turn warms up; the request for the next turn ends the timing of one.
                 f"steps={(turns + 1) * updates_per_turn + 1}",
                 f"learning_rate={LEARNING_RATE}",
             ]
@@ -134,7 +134,7 @@ def check_equal(
     """Takes three updates of both; raises BenchmarkError if a loss or a gradient norm differs.
 
     Args:
-      later: the tolerance behind the first update.
+      later: the tolerance after the first update.
     """
     for update in range(1, 4):
         theirs, ours = handwritten(), trainer()

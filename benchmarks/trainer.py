@@ -17,7 +17,7 @@ from maxbatch.training.update.state import TrainState, init_state
 
 LEARNING_RATE = np.float32(1e-3)
 
-# 20M parameters, of which all but the embedding multiply.
+# 20M parameters; all but the embedding take part in products.
 MODEL = (
     "base_emb_dim=256",
     "base_num_query_heads=4",

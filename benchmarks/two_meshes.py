@@ -1,4 +1,4 @@
-"""`maxbatch rl` on two meshes of simulated devices, half of them each, as two benchmarks run it."""
+"""`maxbatch rl` on two meshes, each with half of the simulated devices, as run by two benchmarks."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def updates_in_turns(
     title: str, sides: Mapping[str, Sequence[str]], *, turns: int, steps: int, num_devices: int,
     bar: float | None = None, **variables: str,
 ) -> list[Measurement]:  # fmt: skip
-    """Trains two runs in turns; returns the time of an update of the second over the first, and when both meshes work.
+    """Trains two runs in turns; returns their ratio of update times, and the share in which both meshes work.
 
     Args:
       title: of the ratio.
-      sides: the keys in which the two runs differ from the one that all share, by their names.
+      sides: the keys that each of the two runs adds to the shared ones, by name.
       turns: runs of each.
       steps: updates of a run, of which the first two compile and do not count.
       num_devices: simulated devices, of both meshes together.
-      bar: what the ratio must not exceed.
+      bar: the largest allowed ratio.
       variables: of the environment of the runs.
     """
     times: dict[str, list[float]] = {name: [] for name in sides}

@@ -1,4 +1,4 @@
-"""(h) How much of a step training waits for data: prepared tokens on the disk, and in an object store that is far away.
+"""(h) The share of a step spent waiting for data: prepared tokens on the disk, and in a distant object store.
 
 The share of a run is the metrics' own figure. The store is an emulator (`test` extra) behind a proxy that adds 50 ms to
 every request.

@@ -1,7 +1,7 @@
-"""Batches that are sampled ahead: batch k by the policy with which batch k - `off_policy_steps` begins.
+"""Batches sampled ahead: batch k by the policy at the beginning of batch k - `off_policy_steps`.
 
-Which policy samples a batch depends on the batch's number alone. On devices of its own sampling runs in a thread beside
-the training of the batches before; on shared devices it comes first.
+The policy of a batch depends only on the batch's number. On devices of its own, sampling runs in a thread beside the
+training of earlier batches; on shared devices it comes first.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class BatchesAhead:
     Args:
       workshop: the parts that make them.
       first: the index of the next prompt.
-      num_prompts: returns the groups of the batch that begins with a prompt, by its index.
+      num_prompts: returns the number of groups of a batch, by the index of its first prompt.
       is_apart: whether the devices that sample do not train.
       saved: the responses that a checkpoint holds (`saved`), None if there are none.
     """
@@ -48,7 +48,7 @@ class BatchesAhead:
         self._is_closed = False
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="maxbatch-sampling") if is_apart else None
         self._waiting: deque[Future[CollectedBatch]] = deque()  # at most `off_policy_steps` between two batches
-        self.left_out = False  # whether saved responses belong to other batches than the next ones
+        self.left_out = False  # whether the saved responses belong to batches other than the next ones
         for batch in _read(saved) if saved else ():
             if len(self._waiting) < workshop.batch.off_policy_steps:
                 self._take_over(batch)
@@ -66,7 +66,7 @@ class BatchesAhead:
         self._end = batch.end
 
     def _fits(self, saved: _Saved, batch: CollectedBatch) -> bool:
-        """Returns whether sampling now would give the saved batch, or the part of it that is needed."""
+        """Returns whether sampling now would give the saved batch, or the needed part of it."""
         most, length = self._workshop.batch.max_prompts_per_batch, saved.read.tokens_RxL.shape[1]
         if length != self._workshop.length or saved.num_generations != self._workshop.batch.num_generations:
             return False
@@ -77,7 +77,7 @@ class BatchesAhead:
         return saved.num_prompts == batch.num_prompts and is_whole
 
     def take(self, update: int, params: State) -> CollectedBatch:
-        """Returns the batch of an update; the first on a batch takes the next one and starts sampling others.
+        """Returns the batch of an update; the first update on a batch takes the next one and starts sampling others.
 
         Without `off_policy_steps` the batch samples itself while it is trained on.
 
@@ -119,7 +119,7 @@ class BatchesAhead:
             batch.result()
 
     def saved(self) -> str | None:
-        """Returns the responses of the batches that are sampled and not trained on, as text; None if there are none."""
+        """Returns the responses of batches that are sampled but not yet trained on, as text; None if there are none."""
         if not self._waiting:
             return None
         arrays: dict[str, np.ndarray] = {}
@@ -139,7 +139,7 @@ class BatchesAhead:
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         if error is None and jax.process_count() > 1:
-            self.settle()  # a host that stopped earlier than another would leave it waiting
+            self.settle()  # a host that stopped earlier would leave another one waiting
         self._is_closed = True
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
@@ -149,9 +149,9 @@ class _Saved(NamedTuple):
     """A batch in a checkpoint."""
 
     first: int  # the index of its first prompt
-    num_prompts: int  # the groups that were to be collected
+    num_prompts: int  # the groups to collect
     num_generations: int
-    read: Rollouts  # the responses to all prompts that it has read
+    read: Rollouts  # the responses to all prompts that were read
 
 
 def _read(saved: str) -> list[_Saved]:
@@ -162,7 +162,7 @@ def _read(saved: str) -> list[_Saved]:
         while f"{number} place" in arrays:
             own, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "
             by_name = {name.removeprefix(prefix): arrays[name] for name in arrays.files if name.startswith(prefix)}
-            # Older checkpoints do not state the responses of a group: such batches are sampled anew.
+            # Older checkpoints do not state the responses of a group: such batches are sampled again.
             place: list[int] = arrays[f"{number} place"].tolist()
             first, num_prompts, num_generations = place if len(place) == 3 else (*place, 0)
             found.append(_Saved(first, num_prompts, num_generations, Rollouts._make([*own, by_name])))

@@ -30,7 +30,7 @@ from maxbatch.sampling.sampler import Responses
 class Workshop(NamedTuple):
     """The parts that make the pairs of a run."""
 
-    batch: RLBatch  # numbers of prompts and pairs
+    batch: RLBatch  # the numbers of prompts and pairs
     prompts: Prompts  # the stream of prompts
     roller: Roller  # samples responses
     rewards: Rewards  # score them
@@ -119,7 +119,7 @@ class CollectedBatch:
 
     def _rows(self, params: State) -> Iterator[tuple[np.ndarray, ...]]:
         batch, rows = self._workshop.batch, tuple[np.ndarray, ...]()
-        left = of_update = batch.minibatch_size * self._group  # pairs of the update that are in no chunk yet
+        left = of_update = batch.minibatch_size * self._group  # pairs of the update that are not in a chunk yet
         for rollouts in self._read if self._is_whole else self.collecting(self._workshop.roller.take(params)):
             kept = rollouts.pairs(self._trains_on(rollouts))
             more = (*kept[:4], group_advantages(kept.rewards_R, self._group))
@@ -145,7 +145,7 @@ class CollectedBatch:
     def collecting(self, params: State) -> Iterator[Rollouts]:
         """Yields the responses to the prompts that the batch reads, chunk by chunk, as they are sampled and scored.
 
-        A chunk may hold prompts after the last one that the batch needs; these are left to the next batch.
+        A chunk may hold prompts beyond the last one that the batch needs; these stay for the next batch.
 
         Args:
           params: the parameters on the devices that sample.

@@ -24,7 +24,7 @@ from maxbatch.runs.metrics_schema import Metric
 
 PASSES = 0.5
 _MOST_TRANSCRIPTS = 8
-_FIRST_GENERATION = 2**31  # of an eval, apart from all draws of rollouts
+_FIRST_GENERATION = 2**31  # of an eval; different from all draws of rollouts
 
 
 class Transcript(NamedTuple):

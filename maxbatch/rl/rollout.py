@@ -131,7 +131,7 @@ class Roller:
 
 
 def _policy_shardings(config: RolloutConfig, mesh: Mesh) -> State:
-    """Returns the shardings of the policy's parameters on the sampling mesh, with adapters that stay apart."""
+    """Returns the shardings of the policy's parameters on the sampling mesh, with unmerged adapters."""
     model = abstract_model(config)[1]
     shardings = parameter_shardings(model, mesh)
     adapters = Adapters.from_config(config.adapters, config.quantization)

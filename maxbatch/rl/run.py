@@ -160,7 +160,7 @@ class OpenedPolicy:
             rewards=self.rewards,
             learner=learner,
             timeline=self.timeline,
-            # Two threads of several hosts may dispatch the programs of two meshes in different orders.
+            # Two threads may dispatch the programs of two meshes in different orders on different hosts.
             takes_turns=must_take_turns(samplers) and (shares_devices or jax.process_count() > 1),
             temperature=config.decode_sampling_temperature,
             length=config.max_target_length,
@@ -176,7 +176,7 @@ class PlannedPolicy:
     plan: BatchPlan
     mesh: Mesh  # of the devices that train
     sampling_mesh: Mesh
-    shares_devices: bool  # whether devices that sample train as well
+    shares_devices: bool  # whether the devices that sample also train
     workshop: Workshop
 
     @property
@@ -196,8 +196,8 @@ class PlannedPolicy:
             reads |= {f"{name} of the held-out prompts": str(value) for name, value in held_out.identity.items()}
         check_agreed(reads, "give every host the same files")
         if start.is_new:
-            opens = not config.warm_start_steps  # which opens what it starts from
-        else:  # for the reference that the divergence is measured from, and for the model that adapters adapt
+            opens = not config.warm_start_steps  # which opens the starting point
+        else:  # for the reference of the divergence, and for the base model of adapters
             opens = bool(config.grpo_beta or config.lora_rank)
         if opens:
             with opened.context.sessions.during(TimePart.RESTORING):
@@ -219,7 +219,7 @@ class BuiltPolicy:
     introduction: ClassVar[Sequence[str]] = ()
 
     def run(self, restored: TrainState | None, stack: ExitStack) -> tuple[RunningPolicy, TrainState]:
-        """Makes the first state, and the reference that the divergence is measured from; evaluates a new policy."""
+        """Makes the first state and the reference of the divergence; evaluates a new policy."""
         opened, planned, context = self.opened, self.planned, self.opened.context
         config, position = context.config, self.start.position
         ahead = context.stack.enter_context(self._batches_ahead())
@@ -260,7 +260,7 @@ class BuiltPolicy:
         return ahead
 
     def _state(self, restored: TrainState | None) -> TrainState:
-        """Returns the restored state, with the model that its adapters adapt, or else a new one."""
+        """Returns the restored state, with the base model of its adapters, or else a new state."""
         abstract = self.planned.abstract
         if restored and abstract.frozen is None:
             return restored
@@ -281,11 +281,11 @@ class RunningPolicy:
     batches_ahead: BatchesAhead
     transcripts: Transcripts
     evaluator: PolicyEvaluator | None
-    unrecorded: dict[str, float] = field(default_factory=dict)  # metrics of an eval that join the next record
+    unrecorded: dict[str, float] = field(default_factory=dict)  # metrics of an eval, for the next record
     rewards_seen: set[float] = field(default_factory=set)  # the least and the greatest of each batch
-    problems: set[str] = field(default_factory=set)  # the failures of rewards that a warning has named
+    problems: set[str] = field(default_factory=set)  # failures of rewards that a warning has named
 
-    takes_turns: ClassVar[bool] = True  # the responses of a batch need the parameters of the update before
+    takes_turns: ClassVar[bool] = True  # the responses of a batch need the parameters of the previous update
 
     @property
     def evaluates(self) -> bool:
@@ -300,7 +300,7 @@ class RunningPolicy:
             update = 0 if planned.end_sample > planned.first_sample else update + 1
 
     def step(self, state: TrainState, batch: PolicyBatch, settings: UpdatePlan) -> tuple[TrainState, Dispatched]:
-        """Takes an update; the first on a batch also samples and scores its pairs."""
+        """Takes an update; the first update on a batch also samples and scores its pairs."""
         started = time.perf_counter()
         workshop, timeline, planned = self.planned.workshop, self.opened.timeline, batch.planned
         # Later updates of a batch sample nothing, so that adapters need not be merged for them.
@@ -351,7 +351,7 @@ class RunningPolicy:
         self.transcripts.write_batch(step, number, version, collected)
 
     def _note_rewards(self, collected: CollectedBatch) -> None:
-        """Notes the rewards of a batch, and warns if it lacks groups."""
+        """Records the rewards of a batch, and warns if it lacks groups."""
         rewards = collected.read.rewards_R
         self.rewards_seen.update((float(rewards.min()), float(rewards.max())))
         if collected.groups_missing:
@@ -368,7 +368,7 @@ class RunningPolicy:
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, float]:
         """Returns the policy's pass rates on held-out prompts; writes some of its responses."""
         assert self.evaluator is not None, "an eval was asked for"
-        self.batches_ahead.settle()  # the devices that sample do one thing at a time
+        self.batches_ahead.settle()  # the devices that sample run one task at a time
         workshop = self.planned.workshop
         evaluation = self.evaluator(workshop.roller.take(workshop.learner.policy(state)))
         self.transcripts.write_eval(step, evaluation)

@@ -1,4 +1,4 @@
-"""Ready rewards: a number against the record's answer, and a program against the record's tests.
+"""Rewards that come with maxbatch: a number against the record's answer, and a program against the record's tests.
 
 `reward="maxbatch.rl.verifiers:right_number"` and `reward="maxbatch.rl.verifiers:passes_tests"`.
 

@@ -54,7 +54,7 @@ def warm_up(config: Config, batch: RLBatch, devices: list[jax.Device]) -> Outcom
 
 
 def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
-    """Yields `count` documents, fixed by `data_shuffle_seed`, of a prompt to train on and a worked answer."""
+    """Yields `count` documents, fixed by `data_shuffle_seed`, each a training prompt and a worked answer."""
     task, template = TASKS[config.dataset_type], Template(config.prompt_template)
     everything = task.records()
     split = HeldOutFraction.of(config.eval_fraction)
@@ -73,7 +73,7 @@ def pretraining(config: RLConfig, batch: RLBatch, folder: AnyPath, documents: st
         "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,
         "gradient_accumulation_steps": None,
         "global_batch_size": batch.effective_batch_size,
-        "batch_padding": True,  # all devices train here, and need not divide the batch of those that train later
+        "batch_padding": True,  # all devices train here, while later only some do, so the batch need not divide by them
         "steps": config.warm_start_steps,
         "learning_rate": config.warm_start_learning_rate,
         "run_dir": str(folder),

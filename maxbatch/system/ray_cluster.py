@@ -1,9 +1,8 @@
-"""Tasks on the nodes of a Ray cluster. Ray (the extra `ray`) is imported once a command is told to use it.
+"""Tasks on the nodes of a Ray cluster. Ray (the extra `ray`) is imported when a command first needs it.
 
-A task runs in the folder of the command where its node has that folder, so that relative paths mean the same on a
-shared file system. Config keys in the environment of the command, and its access to object stores, hold for tasks too.
-Ray runs a task again if its node is lost, and ends the tasks of a command that ends, however it
-ends.
+A task runs in the command's folder if its node has that folder, so relative paths mean the same on a shared file
+system. Tasks share the command's config keys in the environment and its access to object stores. Ray runs a task again
+if its node is lost, and ends a command's tasks when the command ends for any reason.
 """
 
 from __future__ import annotations
@@ -42,16 +41,15 @@ class Cancelled(WorkerEnded):
 
 
 class RayCluster:
-    """A connection to a Ray cluster; a context manager. A cluster that it has started ends with it.
+    """A connection to a Ray cluster; a context manager. A cluster that it started ends with it.
 
     Args:
-      address: `local` for a cluster that is started on this machine, `auto` for the one that is there, or an address of
-        `ray.init`.
-      resources: of each task, by Ray's names: {"TPU": 4}. Without CPU, one CPU is added.
-      retries: how often a task is run again after its node or its worker process was lost; -1: always.
+      address: `local` to start a cluster on this machine, `auto` for a running one, or an address of `ray.init`.
+      resources: of each task, by Ray's names, such as {"TPU": 4}; one CPU unless stated.
+      retries: times that a task runs again after its node or worker process is lost; -1: no limit.
 
     Attributes:
-      num_slots: tasks that the cluster can run at a time now; 1 if there is no node for them yet.
+      num_slots: tasks that the cluster can now run at a time; 1 if it has no node for them yet.
 
     Raises:
       ConfigError: Ray is not installed, there is no such cluster, or a new one lacks the resources.
@@ -81,7 +79,7 @@ class RayCluster:
         self._variables = shared_variables(os.environ)
 
     def start(self, function: Callable[P, Answer], *args: P.args, **kwargs: P.kwargs) -> RayTask[Answer]:
-        """Starts a call of a function, with arguments that can be pickled, once a node has the resources."""
+        """Queues a call of a function with picklable arguments; it starts when a node has the resources."""
         return RayTask(self._ray, self._call.remote(os.getcwd(), self._variables, function, args, kwargs))
 
     def put(self, value: object) -> object:
@@ -89,7 +87,7 @@ class RayCluster:
         return self._ray.put(value)
 
     def close(self) -> None:
-        """Ends the tasks, and a cluster that was started here."""
+        """Ends the tasks, and the cluster if it was started here."""
         self._ray.shutdown()
 
     def __enter__(self) -> Self:
@@ -113,7 +111,7 @@ class RayTask(Generic[Answer]):
         """Returns the result of the call.
 
         Raises:
-          Exception: what the function raised.
+          Exception: the function raised it.
           Cancelled: the task was cancelled.
           WorkerEnded: its node or its worker process was lost for good.
         """
@@ -167,15 +165,15 @@ class RayPool(Generic[Item, Answer]):
         self, cluster: RayCluster, setup: Callable[[], Callable[[Item], Answer]], variables: Mapping[str, str]
     ) -> None:
         self._cluster, self._name = cluster, os.urandom(8).hex()
-        # Inside of a list, it is fetched by the first task of a worker process alone.
+        # Inside a list, only the first task of a worker process fetches it.
         self._setup = [cluster.put((setup, dict(variables)))]
         self._running: set[RayTask[Answer]] = set()
 
     def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
         """Returns futures of the function's results for each item.
 
-        A future raises the error of the function or of the setup, or WorkerEnded if the worker processes or nodes of
-        the task were lost for good.
+        A future raises the error of the function or of the setup, or WorkerEnded if the task's workers or nodes are
+        lost for good.
         """
         return [self._submit(item) for item in items]
 
@@ -200,7 +198,7 @@ class RayPool(Generic[Item, Answer]):
 
 @contextlib.contextmanager
 def _own_handler_of_sigterm() -> Iterator[None]:
-    """Puts back the handler of a command, which Ray replaces by its own."""
+    """Restores the command's handler, which Ray replaces by its own."""
     handler = signal.getsignal(signal.SIGTERM)
     yield
     if threading.current_thread() is threading.main_thread():
@@ -225,14 +223,14 @@ def _connect(ray: ModuleType, address: str) -> None:
 
 
 def _await_answer(host: str, port: int) -> None:
-    """Waits until a server answers the greeting of HTTP/2, which Ray's servers speak; raises OSError if none does."""
+    """Waits until a server answers HTTP/2's greeting, as Ray's servers do; raises OSError if none does."""
     with socket.create_connection((host, port), _ANSWER_S) as connection:
         connection.sendall(_GREETING)
         connection.recv(1)
 
 
 def shared_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Returns the variables of a command's environment that hold for its tasks; the others are those of the node."""
+    """Returns the environment variables that tasks take from the command; the others come from the node."""
     of_stores = {name for store in STORES.values() for name in store.variables}
     return {name: value for name, value in environment.items() if name.startswith(_SHARED) or name in of_stores}
 
@@ -246,9 +244,9 @@ def _call(
 ) -> Answer:
     """Calls a function, in a worker process of a node."""
     os.environ.update(variables)  # Ray starts worker processes for each command
-    # Ray raises KeyboardInterrupt by this handler, which is missing where the command was started in the background.
+    # Ray raises KeyboardInterrupt by this handler, which is missing if the command was started in the background.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    with contextlib.suppress(OSError):  # a node without the folder serves paths of object stores
+    with contextlib.suppress(OSError):  # a node without the folder can still use paths in object stores
         os.chdir(folder)
     return function(*args, **kwargs)
 
@@ -257,7 +255,7 @@ _functions: dict[str, Callable[[object], object]] = {}  # of a worker process: b
 
 
 def _served(name: str, boxed: Sequence[object], item: object) -> Any:
-    """Calls the function of a pool, which the first task of a worker process sets up."""
+    """Calls a pool's function, which the first task of a worker process sets up."""
     import ray
 
     if name not in _functions:

@@ -1,8 +1,8 @@
 """The time of a compiled TPU program, modelled from its schedule. No JAX.
 
-The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles. Summed over loops
-they give the computation of an update. Collectives are counted in bytes, exposed or overlapped by computation. This is
-a model: nothing is measured, and waits for memory, the host or other chips are left out.
+The TPU compiler's HLO is scheduled, and every fusion carries the compiler's estimate of its cycles. Summed over loops,
+the estimates are the computation of an update. Collectives are counted in bytes, exposed or overlapped by computation.
+This is a model: nothing is measured, and it leaves out waits for memory, the host or other chips.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compilation of one program: its lack of memory, and a second try with smaller fusions."""
+"""Compilation of one program: detects a lack of memory, and tries again with smaller fusions."""
 
 from __future__ import annotations
 

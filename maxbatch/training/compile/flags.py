@@ -1,9 +1,9 @@
 """Flags of the TPU compiler, by chip and libtpu, and trials of their support.
 
-Ours are options per program: the compiler's error names an unsupported one, and one process can compile for several
-chips. The user's are in `LIBTPU_INIT_ARGS`, which libtpu reads once, on loading; an unknown flag there ends the
-process, so a child process tries them first. Programs depend on the flags, so `train`, `rl`, `compile`, `fit` and `plan
---survive` use the same.
+Our flags are options per program: the compiler's error names an unsupported one, and one process can compile for
+several chips. The user's flags are in `LIBTPU_INIT_ARGS`, which libtpu reads once, on loading. An unknown flag there
+ends the process, so a child process tries them first. Programs depend on the flags, so `train`, `rl`, `compile`, `fit`
+and `plan --survive` use the same flags.
 """
 
 from __future__ import annotations
@@ -220,7 +220,7 @@ def _refused(
                 if not named:
                     if mine := named_flags(str(error), own):
                         raise _refusal(mine[0], _version_of(devices) or "", _source(mine[0], stated)) from error
-                    return refused  # another cause, which the first program's error will name
+                    return refused  # another cause; the first program's error will name it
                 refused |= {name: left.pop(name) for name in named}
 
 

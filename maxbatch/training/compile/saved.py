@@ -44,7 +44,7 @@ def versions(platform: str) -> dict[str, str]:
 
 @functools.cache
 def _source_hash() -> str:
-    """Returns a hash of the source modules behind compiled programs."""
+    """Returns a hash of the source modules that determine compiled programs."""
     package = Path(__file__).parents[2]
     rooms = ("model", "parallel", "plan", "data/feed", "data/stream", "training")
     modules = [path for room in rooms for path in (package / room).rglob("*.py")]

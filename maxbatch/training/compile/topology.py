@@ -26,7 +26,7 @@ class _Version:
 
     axes: int  # of its network
     wraps_from: int  # chips; an axis of a multiple of this length has wrap-around links
-    wraps_whole: bool  # whether wrapping needs multiples on all axes: cubes of 4x4x4 joined by switches
+    wraps_whole: bool  # whether links wrap only if all axes are multiples: cubes of 4x4x4 joined by switches
     chip_config: str  # libtpu's name for the devices of a chip
     has_single_chip: bool = False  # whether a slice of one chip is sold
 
