@@ -1,28 +1,24 @@
-"""Files that grow by appending; in an object store, by joining parts.
+"""Files that grow by appending; in an object store, by writing them anew.
 
-Objects cannot be appended to. Lines wait in memory and go to the store every `PERIOD_S` and at each `sync`: a small
-object is written anew, a large one is joined with the new lines inside the store, so the bytes sent do not grow with
-the file.
+Objects cannot be appended to. Lines wait in memory and go to the store, with all lines before them, at each `sync` and
+every `PERIOD_S`, or that long for every `BYTES_PER_PERIOD` of a larger object.
 """
 
 from __future__ import annotations
 
 import os
 import threading
+import time
 from typing import Protocol
 
-from maxbatch.system import fences
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import TrainingError, writing
-from maxbatch.system.object_stores import persist, version_of
+from maxbatch.system.errors import writing
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath
-from maxbatch.system.stores import store_of
-from maxbatch.system.stores.store import has_lost, split
 
 PERIOD_S = 25.0
-REWRITTEN_BYTES = 16 << 20  # an object up to this size is written anew; S3 joins parts of 5 MiB at least
+BYTES_PER_PERIOD = 16 << 20
 
 
 class Appender(Protocol):
@@ -42,7 +38,6 @@ def open_appender(path: AnyPath, content: bytes, found: bytes | None = None) -> 
     """Opens a file to append to it.
 
     Args:
-      path: the file.
       content: its content before the first line is appended.
       found: its current content, if that may differ. An object is then always written anew, so that a late earlier
         writer has an outdated version.
@@ -79,16 +74,15 @@ class _File:
 
 class _Object:
     def __init__(self, path: RemotePath, content: bytes) -> None:
-        self._path = path
-        self._size = len(content)  # of the object
-        self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None  # until it is too large
-        self._new = bytearray()
+        self._path, self._content = path, bytearray(content)
+        self._written = len(content)  # bytes of the object
+        self._written_at = time.monotonic()
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._writer = Repeating(self._write, PERIOD_S, "maxbatch-append")
+        self._writer = Repeating(self._write_in_turn, PERIOD_S, "maxbatch-append")
 
     def append(self, line: bytes) -> None:
         with self._lock:
-            self._new += line
+            self._content += line
 
     def sync(self) -> None:
         self._write()
@@ -99,46 +93,14 @@ class _Object:
         if not self._writer.has_failed:
             self._write()
 
+    def _write_in_turn(self) -> None:
+        if time.monotonic() - self._written_at >= PERIOD_S * (self._written // BYTES_PER_PERIOD):
+            self._write()
+
     def _write(self) -> None:
         with self._writing:
             with self._lock:
-                lines = bytes(self._new)
-            if not lines:
-                return
-            if self._head is not None:
-                whole = self._head + lines
-                self._path.write_bytes(whole)
-                self._head = whole if len(whole) <= REWRITTEN_BYTES else None
-            else:
-                _join(self._path, self._size, lines)
-            self._size += len(lines)
-            with self._lock:
-                del self._new[: len(lines)]
-
-
-def _join(path: RemotePath, size: int, data: bytes) -> None:
-    """Adds bytes to the end of an object of `size` bytes, atomically for readers.
-
-    A retry after a lost response adds nothing twice: the object's size shows whether the join happened. The object is
-    changed only if its version is unchanged.
-
-    Raises:
-      LeaseLost: another process holds the lease of the folder.
-      TrainingError: another process has written the object.
-    """
-
-    def add() -> None:
-        version, found = version_of(path.url), path.stat().st_size
-        if found == size + len(data):
-            return
-        fences.ask(path.url)
-        if found != size or version is None:
-            raise TrainingError(f"{path}: another process has written to it; this one stops")
-        try:
-            store_of(path.url).join(path.file_system, *split(path.url)[1:], version, size, data)
-        except Exception as error:
-            if not has_lost(error):
-                raise
-            raise ConnectionError("it was changed meanwhile") from None  # retried with a new look
-
-    persist(path.url, add)
+                content = bytes(self._content)
+            if len(content) > self._written:
+                self._path.write_bytes(content)
+                self._written, self._written_at = len(content), time.monotonic()

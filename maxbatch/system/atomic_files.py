@@ -9,15 +9,16 @@ import secrets
 import shutil
 import stat
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO, cast
 
 from maxbatch.system.errors import writing
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, remove_tree, storage_errors
+from maxbatch.system.storage import AnyPath, remove_tree
 
 _STALE_S = 24 * 3600
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")
@@ -28,15 +29,17 @@ _STREAMS = {"/dev/stdout": 1, "/dev/stderr": 2}
 def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
     """Opens a file that replaces `path` when the block ends; an exception discards it.
 
-    A link is kept and its target replaced. A device, a pipe or a descriptor of this process (`/dev/stdout`) is written
-    into directly.
+    An object is uploaded from a temporary file. A link is kept and its target replaced. A device, a pipe or a
+    descriptor of this process (`/dev/stdout`) is written into directly.
 
     Raises:
       OSError: the file cannot be written.
     """
     if isinstance(path, RemotePath):
-        with _uploading(path) as file:
-            yield file
+        with tempfile.NamedTemporaryFile(prefix="maxbatch-") as local:
+            yield cast(BinaryIO, local)
+            local.flush()
+            path.upload(Path(local.name))
         return
     if _takes_bytes(path):
         with _writing_into(path) as file:
@@ -80,21 +83,6 @@ def _writing_into(path: Path) -> BinaryIO:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     return os.fdopen(os.dup(number), "wb")
-
-
-@contextlib.contextmanager
-def _uploading(path: RemotePath) -> Iterator[BinaryIO]:
-    """Opens an object for writing; it becomes visible when closed."""
-    with storage_errors(path):
-        file: Any = path.open("wb")
-        try:
-            yield file
-        except BaseException:
-            with contextlib.suppress(Exception):  # the object is unfinished; the block's error takes precedence
-                file.discard()
-                file.closed = True  # closing must not write discarded data
-            raise
-        file.close()
 
 
 def write_atomically(path: AnyPath, content: str | bytes) -> None:

@@ -11,8 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from maxbatch.system.object_stores import file_system, persist, version_of, write_if
-from maxbatch.system.stores.store import split
+from maxbatch.system.object_stores import version_of
 
 BUILDING = ".building-"  # prefix of unfinished folders
 _FENCES: dict[str, Fence] = {}  # by folder URL
@@ -22,7 +21,6 @@ class Fence:
     """The fence of one folder.
 
     Args:
-      folder: its URL.
       ask: raises LeaseLost unless this process holds the lease by its own clocks.
       confirm: raises LeaseLost unless the store confirms now that this process holds the lease.
     """
@@ -38,20 +36,19 @@ class Fence:
         if _FENCES.get(self._folder) is self:
             del _FENCES[self._folder]
 
-    def write(self, url: str, data: bytes) -> None:
+    def write(self, url: str, write_if: Callable[[str | None], str | None]) -> None:
         """Writes an object whole.
+
+        Args:
+          write_if: writes it if it has the given version, or is not there (None); returns its new version, or None.
 
         Raises:
           LeaseLost: another process holds the lease; nothing was written.
         """
-        if f"/{BUILDING}" in url:
-            self.ask()
-            persist(url, lambda: file_system(split(url)[0]).pipe_file(url, data))
-            return
         with self._locks.setdefault(url, threading.Lock()):
             version = self._versions.get(url) or version_of(url)
             self.ask()
-            while (written := write_if(url, data, version)) is None:
+            while (written := write_if(version)) is None:
                 # Another process holds the lease, or an earlier holder changed the object late, or the response to our
                 # own write was lost.
                 self._confirm()

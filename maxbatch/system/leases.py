@@ -23,6 +23,7 @@ from maxbatch.system.errors import ConfigError, LeaseLost, StoreFailed, Training
 from maxbatch.system.fences import Fence
 from maxbatch.system.folding import printable
 from maxbatch.system.locks import is_lock_on, take_lock
+from maxbatch.system.object_stores import version_of
 from maxbatch.system.patience import patience
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath
@@ -53,9 +54,7 @@ class Lease:
     """A held lease; `close` releases it.
 
     Args:
-      path: the lease's object.
       version: the version written by this process.
-      holder: the content of the lease.
       since: the clocks at the start of the request that wrote it.
 
     Attributes:
@@ -205,7 +204,6 @@ def hold_lease(folder: RemotePath, refusal: str, named: str = "") -> Lease:
     """Takes the lease of a folder.
 
     Args:
-      folder: the folder.
       refusal: message about another holder: its activity, and a remedy.
       named: the folder's name in the message; "": its path.
 
@@ -251,7 +249,10 @@ def leased(folder: AnyPath, refusal: str) -> Iterator[Callable[[], None]]:
 
 def _look(path: RemotePath) -> tuple[dict[str, object], str] | None:
     try:
-        content, version = path.read_version(_MOST_BYTES)
+        if path.stat().st_size > _MOST_BYTES:
+            version = version_of(path.url)
+            return ({}, version) if version else None
+        content, version = path.read_version()
     except FileNotFoundError:
         return None
     return _holder(content), version

@@ -10,42 +10,25 @@ import functools
 import importlib.util
 import logging
 import random
-import re
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, wait
+from http import HTTPStatus
 from typing import TypeVar
 
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.patience import Patience, patience
 from maxbatch.system.stores import STORES
-from maxbatch.system.stores.store import FileSystem, ObjectStore, chain, has_lost, split, status_of
+from maxbatch.system.stores.store import Content, FileSystem, ObjectStore, chain, split
 from maxbatch.system.warning import warn
 
 T = TypeVar("T")
 
 _LOOK_S = 0.25  # interval at which a waiting request checks for a request to stop
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
-_PASSING_CODES = {408, 425, 429, 500, 502, 503, 504}
-_PASSING_TYPES = (
-    "ClientConnectionError", "ClientConnectorError", "ServerDisconnectedError", "ClientOSError", "ClientPayloadError",
-    "EndpointConnectionError", "ConnectTimeoutError", "ReadTimeoutError", "ConnectionClosedError", "HTTPClientError",
-    "ProxyError", "ReadTimeout", "ChunkedEncodingError", "ChecksumError", "IncompleteRead", "FSTimeoutError",
-    "ResponseParserError", "ResponseStreamingError", "ServerTimeoutError", "SocketTimeoutError", "TransportError",
-    "JSONDecodeError", "FlexibleChecksumError",  # truncated responses
-)  # fmt: skip
-_PASSING_TEXT = re.compile(
-    r"UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|SlowDown|reduce your request rate|ServiceUnavailable|InternalError|"
-    r"RequestTimeout\b"
-)
-_FORBIDDEN = re.compile(r"Forbidden|AccessDenied|PERMISSION_DENIED")
-_CREDENTIALS = re.compile(
-    r"NoCredentials|PartialCredentials|Unable to locate credentials|ExpiredToken|InvalidAccessKeyId|"
-    r"SignatureDoesNotMatch|InvalidToken|TokenRefresh|DefaultCredentialsError|RefreshError|Invalid Credentials|"
-    r"Unauthorized|UnauthorizedSSO|token.*expired",
-    re.I,
-)
+_PASSING = {408, 425, 429, 500, 502, 503, 504}
+_LOST = {409, 412}  # a precondition failed, or another client is writing
 
 
 def persist(url: str, request: Callable[[], T]) -> T:
@@ -114,8 +97,7 @@ def _answer(url: str, request: Callable[[], T], started: float, patience: Patien
     threading.Thread(target=make, name="maxbatch-request", daemon=True).start()
     begun = time.monotonic()
     while not wait([done], _LOOK_S).done:
-        is_last = patience.gave_up and time.monotonic() >= begun + patience.last_seconds
-        if is_last or patience.is_over(started):
+        if patience.is_over(started):
             patience.leave_behind()
             raise StoreFailed(f"{url}: the store does not answer (it is silent for {time.monotonic() - begun:.0f} s)")
     return done.result()
@@ -137,34 +119,30 @@ def meaning(error: BaseException, url: str) -> BaseException:
     """
     if isinstance(error, FileNotFoundError | FileExistsError | ConfigError | TrainingError):
         return error
-    if known := refusal(error, url):
-        return known
-    is_clients = any(status_of(one) for one in chain(error)) or type(error).__name__ in ("HttpError", "ClientError")
-    if isinstance(error, OSError | ValueError) or is_clients:
+    scheme, bucket = split(url)[:2]
+    store, status = STORES[scheme], _status(error, scheme)
+    if status == HTTPStatus.UNAUTHORIZED:
+        return StoreRefused(f"{url}: the credentials are missing, expired or wrong ({_short(error)}); {store.sign_in}")
+    if status == HTTPStatus.FORBIDDEN:
+        return StoreRefused(f"{url}: no permission in bucket {bucket}; give this identity {store.needs}")
+    if status == HTTPStatus.INSUFFICIENT_STORAGE:
+        return StoreFull(f"{url}: bucket {bucket} is full; free some space and run the same command again")
+    if status in _PASSING:
+        return StoreFailed(f"{url}: the store does not answer ({_short(error)})")
+    if status or isinstance(error, OSError | ValueError):
         return StoreRefused(f"{url}: the store refuses ({_short(error)})")
     return error
 
 
-def refusal(error: BaseException, url: str) -> StoreRefused | StoreFailed | StoreFull | None:
-    """Classifies an error as refused, failed or full, in one line; None if it concerns the content."""
-    scheme, bucket = split(url)[:2]
-    if isinstance(error, StoreRefused | StoreFailed | StoreFull):
-        return error
+def _status(error: BaseException, scheme: str) -> int | None:
+    """Returns the HTTP status of the nearest client's exception among an error and its causes, or None."""
     errors = chain(error)
-    said = " ".join(f"{type(one).__name__}: {one}" for one in errors)
-    code = next(filter(None, map(status_of, errors)), None)
-    if _CREDENTIALS.search(said) or code == 401:
-        return StoreRefused(f"{url}: the credentials are missing, expired or wrong ({_short(error)}); "
-                            f"{STORES[scheme].sign_in}")  # fmt: skip
-    if code == 403 or isinstance(error, PermissionError) or _FORBIDDEN.search(said):
-        return StoreRefused(f"{url}: no permission in bucket {bucket}; give this identity {STORES[scheme].needs}")
-    if code == 507 or "QuotaExceeded" in said:
-        return StoreFull(f"{url}: bucket {bucket} is full; free some space and run the same command again")
-    if "NoSuchBucket" in said:
-        return missing_bucket(url)
-    if code in _PASSING_CODES or _PASSING_TEXT.search(said) or any(map(_is_passing, errors)):
-        return StoreFailed(f"{url}: the store does not answer ({_short(error)})")
-    return None
+    for one in errors:
+        if isinstance(one, ConnectionError | TimeoutError | InterruptedError):
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        if status := STORES[scheme].status(one):
+            return status
+    return HTTPStatus.FORBIDDEN if any(isinstance(one, PermissionError) for one in errors) else None
 
 
 def missing_bucket(url: str) -> StoreRefused:
@@ -172,12 +150,6 @@ def missing_bucket(url: str) -> StoreRefused:
     scheme, bucket, _ = split(url)
     make = STORES[scheme].make_bucket
     return StoreRefused(f"{url}: there is no bucket {bucket}; make it ({make}{bucket}) or correct its name")
-
-
-def _is_passing(error: BaseException) -> bool:
-    names = {kind.__name__ for kind in type(error).__mro__}
-    is_system = isinstance(error, ConnectionError | TimeoutError | InterruptedError)
-    return is_system or bool(names.intersection(_PASSING_TYPES))
 
 
 def _short(error: BaseException) -> str:
@@ -223,20 +195,14 @@ def _at(url: str) -> tuple[ObjectStore[FileSystem], tuple[FileSystem, str, str]]
     return STORES[scheme], (file_system(scheme), bucket, name)
 
 
-def read_version(url: str, most: int) -> tuple[bytes, str]:
-    """Returns the first `most` bytes of an object, and its version, which changes with every write."""
-    store, at = _at(url)
-    return persist(url, lambda: store.read(*at, most))
-
-
-def read_whole(url: str) -> bytes:
+def read(url: str) -> Content:
     """Returns the content of an object, read by one request and checked against the store's hash or length."""
     store, at = _at(url)
 
-    def read() -> bytes:
-        content, stated, found = store.read_checked(*at)
-        if stated != found:  # the next try may return all of it
-            raise ConnectionError(f"{len(content)} bytes came, which are not the whole object")
+    def read() -> Content:
+        content = store.read(*at)
+        if content.stated != content.found:  # the next try may return all of it
+            raise ConnectionError(f"{len(content.data)} bytes came, which are not the whole object")
         return content
 
     return persist(url, read)
@@ -260,28 +226,25 @@ def write_if(url: str, data: bytes, version: str | None) -> str | None:
       FileNotFoundError: there is no bucket.
     """
     store, at = _at(url)
-
-    def write() -> str | None:
-        try:
-            return store.write(*at, data, version)
-        except Exception as error:
-            if has_lost(error) or (isinstance(error, FileNotFoundError) and version is not None):
-                return None
-            raise
-
-    return persist(url, write)
+    return _unless_lost(url, lambda: store.write(*at, data, version), is_there=version is not None)
 
 
 def remove_if(url: str, version: str) -> bool:
     """Removes an object that has a version; returns whether it did."""
     store, at = _at(url)
+    return bool(_unless_lost(url, lambda: store.remove(*at, version)))
 
-    def remove() -> bool:
+
+def _unless_lost(url: str, request: Callable[[], T], is_there: bool = True) -> T | None:
+    """Makes a request about an object that has a version; returns None if another process changed it before."""
+
+    def make() -> T | None:
         try:
-            return store.remove(*at, version)
+            return request()
         except Exception as error:
-            if has_lost(error) or isinstance(error, FileNotFoundError):
-                return False
+            is_lost = isinstance(error, FileExistsError) or _status(error, split(url)[0]) in _LOST
+            if is_lost or (is_there and isinstance(error, FileNotFoundError)):
+                return None
             raise
 
-    return persist(url, remove)
+    return persist(url, make)

@@ -8,19 +8,23 @@ import dataclasses
 import fnmatch
 import io
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path, PurePosixPath
-from typing import IO, TYPE_CHECKING, Any, NamedTuple, Self
+from typing import IO, TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from maxbatch.system import fences, object_stores
+from maxbatch.system.fences import BUILDING
 from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist
 from maxbatch.system.stores.store import FileSystem, split
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-_UPLOAD_BYTES = 16 << 20  # parts of a streamed upload
 _READ_AHEAD_BYTES = 4 << 20  # read by one request of a streamed object
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Status(NamedTuple):
@@ -84,6 +88,10 @@ class RemotePath:
         """The fsspec file system of the path."""
         return file_system(split(self.url)[0])
 
+    def ask(self, request: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
+        """Makes a request, and retries it as `persist` does; messages name this path."""
+        return persist(self.url, partial(request, *arguments, **options))
+
     def exists(self) -> bool:
         """Returns whether the object, or objects below it, exist."""
         return self._kind() is not None
@@ -101,7 +109,7 @@ class RemotePath:
             return None
 
     def _info(self) -> dict[str, Any]:
-        return persist(self.url, lambda: self.file_system.info(self.url))
+        return self.ask(self.file_system.info, self.url)
 
     def stat(self) -> Status:
         info = self._info()
@@ -121,18 +129,18 @@ class RemotePath:
 
     def file_sizes(self) -> dict[str, int]:
         """Returns the sizes in bytes of the folder's direct objects, by name, from one listing."""
-        found = persist(self.url, lambda: self.file_system.ls(self.url, detail=True))
+        found = self.ask(self.file_system.ls, self.url, detail=True)
         return {self._url_of(e).rpartition("/")[2]: int(e["size"] or 0) for e in found if e["type"] == "file"}
 
     def _entries(self) -> list[tuple[str, str]]:
-        found = persist(self.url, lambda: self.file_system.ls(self.url, detail=True))
+        found = self.ask(self.file_system.ls, self.url, detail=True)
         entries = {self._url_of(entry): entry["type"] for entry in found}
         return sorted((url, kind) for url, kind in entries.items() if url != self.url)
 
     def files(self) -> list[tuple[RemotePath, int]]:
         """Returns the objects below the folder with their sizes, sorted by name."""
 
-        found = persist(self.url, lambda: self.file_system.find(self.url, detail=True)).values()
+        found = self.ask(self.file_system.find, self.url, detail=True).values()
         entries = {self._url_of(entry): int(entry["size"] or 0) for entry in found if entry["type"] == "file"}
         return sorted((RemotePath(url), size) for url, size in entries.items())
 
@@ -158,7 +166,7 @@ class RemotePath:
                     yield from RemotePath(url).glob(rest)
 
     def read_bytes(self) -> bytes:
-        return object_stores.read_whole(self.url)
+        return object_stores.read(self.url).data
 
     def read_text(self, encoding: str = "utf-8") -> str:
         return self.read_bytes().decode(encoding)
@@ -172,15 +180,17 @@ class RemotePath:
                 raise ConnectionError(f"{len(data)} of {end - begin} bytes came")
             return data
 
-        return persist(self.url, read) if end > begin else b""
+        return self.ask(read) if end > begin else b""
 
     def write_bytes(self, data: bytes) -> int:
         """Writes the object atomically."""
+        fence = fences.fence_of(self.url)
         with _writing(self):
-            if fence := fences.fence_of(self.url):
-                fence.write(self.url, data)
+            if fence and f"/{BUILDING}" not in self.url:
+                fence.write(self.url, partial(object_stores.write_if, self.url, data))
             else:
-                persist(self.url, lambda: self.file_system.pipe_file(self.url, data))
+                fences.ask(self.url)
+                self.ask(self.file_system.pipe_file, self.url, data)
         return len(data)
 
     def write_text(self, text: str, encoding: str = "utf-8") -> int:
@@ -190,32 +200,27 @@ class RemotePath:
         """Uploads a local file atomically."""
         fences.ask(self.url)
         with _writing(self):
-            persist(self.url, lambda: self.file_system.put_file(str(file), self.url))
+            self.ask(self.file_system.put_file, str(file), self.url)
 
     def open(self, mode: str = "rb") -> IO[Any]:
-        """Opens the object in mode r, rb, w or wb; a written object appears when closed."""
-        if mode not in ("r", "rb", "w", "wb"):
-            raise ValueError(f"mode {mode!r}: objects are read or written whole")
-        file: IO[bytes]
-        if "w" in mode:
-            fences.ask(self.url)
-            file = persist(self.url, lambda: self.file_system.open(self.url, "wb", block_size=_UPLOAD_BYTES))
-        else:
-            file = io.BufferedReader(_Ranges(self), _READ_AHEAD_BYTES)
+        """Opens the object for reading, in mode r or rb."""
+        if mode not in ("r", "rb"):
+            raise ValueError(f"mode {mode!r}: objects are written whole")
+        file = io.BufferedReader(_Ranges(self), _READ_AHEAD_BYTES)
         return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Removes the object."""
         fences.ask(self.url)
         try:
-            persist(self.url, gone_is_done(lambda: self.file_system.rm_file(self.url)))
+            self.ask(gone_is_done(lambda: self.file_system.rm_file(self.url)))
         except FileNotFoundError:
             if not missing_ok:
                 raise
 
-    def read_version(self, most: int) -> tuple[bytes, str]:
-        """Returns the first `most` bytes of the content, and its version, which changes with every write."""
-        return object_stores.read_version(self.url, most)
+    def read_version(self) -> tuple[bytes, str]:
+        """Returns the content, and its version, which changes with every write."""
+        return object_stores.read(self.url)[:2]
 
     def write_if(self, data: bytes, version: str | None) -> str | None:
         """Writes the object if it still has a version, or if there is none (None).
@@ -236,7 +241,7 @@ class RemotePath:
     def copy(self, target: RemotePath) -> None:
         """Copies the object inside the store."""
         fences.ask(target.url)
-        persist(self.url, lambda: self.file_system.cp_file(self.url, target.url))
+        self.ask(self.file_system.cp_file, self.url, target.url)
 
     def rename(self, target: RemotePath) -> RemotePath:
         """Moves the object, or every object of the folder, one after another, not atomically."""

@@ -14,12 +14,11 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from datetime import datetime
-from functools import partial
 from stat import S_ISREG
-from typing import Any, BinaryIO, Concatenate, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.object_stores import file_system, persist
+from maxbatch.system.object_stores import file_system
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import scheme_of, url_fault
 from maxbatch.system.stores.store import FileSystem
@@ -27,8 +26,6 @@ from maxbatch.system.stores.store import FileSystem
 # Fields with an object's version in stores' answers, the most reliable first.
 _STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
 
-P = ParamSpec("P")
-T = TypeVar("T")
 Matches = Callable[[str], object]  # tests the bare name of a file or folder
 
 
@@ -94,9 +91,6 @@ class RemoteStore:
     def _at(self, path: str) -> RemotePath:
         return RemotePath(f"{self._scheme}://{path}")
 
-    def _ask(self, request: Callable[Concatenate[str, P], T], path: str, *rest: P.args, **options: P.kwargs) -> T:
-        return persist(self._at(path).url, partial(request, path, *rest, **options))
-
     def is_folder(self, path: str) -> bool:
         return self._at(path.rstrip("/")).is_dir()
 
@@ -104,11 +98,11 @@ class RemoteStore:
         return self._at(path).exists()
 
     def file(self, path: str, name: str) -> SourceFile | None:
-        return self._file(path, name, self._ask(self._file_system.info, path))
+        return self._file(path, name, self._at(path).ask(self._file_system.info, path))
 
     def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
         root = folder.rstrip("/") + "/"
-        infos = self._ask(self._file_system.find, folder, detail=True)
+        infos = self._at(folder).ask(self._file_system.find, folder, detail=True)
         found = []
         for path, info in sorted(infos.items()):
             *folders, bare_name = path.removeprefix(root).split("/")
@@ -118,7 +112,7 @@ class RemoteStore:
         return found
 
     def glob(self, pattern: str) -> list[SourceFile]:
-        infos = self._ask(self._file_system.glob, pattern, detail=True)
+        infos = self._at(pattern).ask(self._file_system.glob, pattern, detail=True)
         return [file for path, info in sorted(infos.items()) if (file := self._file(path, path, info))]
 
     def open(self, path: str) -> BinaryIO:
@@ -128,7 +122,7 @@ class RemoteStore:
     def local_copy(self, path: str) -> Iterator[str]:
         with tempfile.TemporaryDirectory(prefix="maxbatch-") as folder:
             copy = os.path.join(folder, "copy")
-            self._ask(self._file_system.get_file, path, copy)
+            self._at(path).ask(self._file_system.get_file, path, copy)
             yield copy
 
     def _file(self, path: str, name: str, info: dict[str, Any]) -> SourceFile | None:

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, overload
 
 from maxbatch.system.errors import ConfigError, StoreRefused
-from maxbatch.system.object_stores import file_system, meaning
+from maxbatch.system.object_stores import file_system
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.stores import STORES
 from maxbatch.system.stores.store import MAX_REQUESTS, split
@@ -53,7 +53,6 @@ def url_fault(text: str, may_hold_pattern: bool = False) -> str | None:
     Applies to URLs in config keys, arguments and data. Text with one slash after its scheme counts as a URL.
 
     Args:
-      text: a path or a URL.
       may_hold_pattern: the URL may name several objects, as in `gs://bucket/*.jsonl`.
     """
     url = _URL.match(text.strip())
@@ -294,12 +293,11 @@ def _copy_objects(source: RemotePath, target: RemotePath, last: str) -> None:
         in_threads(lambda name: (source / name).copy(target / name), group, MAX_REQUESTS)
 
 
-def copy_tree(source: Path, target: AnyPath, names: Sequence[str] | None = None) -> None:
-    """Copies the files below a local folder, or only `names`, into another folder, unless both are the same."""
+def copy_tree(source: Path, target: AnyPath) -> None:
+    """Copies the files below a local folder into another folder, unless both are the same."""
     if source == target:
         return
-    files = [path for path in source.rglob("*") if path.is_file()] if names is None else [source / n for n in names]
-    for path in sorted(files):
+    for path in sorted(path for path in source.rglob("*") if path.is_file()):
         goal = target / path.relative_to(source).as_posix()
         goal.parent.mkdir(parents=True, exist_ok=True)
         goal.write_bytes(path.read_bytes())
@@ -348,14 +346,3 @@ def probe(folder: AnyPath) -> None:
     if path.read_bytes() != content:
         raise StoreRefused(f"{path}: the stored object differs from what was written")
     path.unlink()
-
-
-@contextlib.contextmanager
-def storage_errors(path: object) -> Iterator[None]:
-    """Turns store clients' exceptions in the block into one-line errors; others pass."""
-    try:
-        yield
-    except Exception as error:
-        if not is_remote(str(path)) or (understood := meaning(error, str(path))) is error:
-            raise
-        raise understood from error

@@ -90,7 +90,6 @@ def test_a_writer_whose_lease_may_have_lapsed_asks_before_it_writes_copies_or_re
     for change in (
         lambda: path.unlink(),
         lambda: path.upload(tmp_path / "file"),
-        lambda: path.open("wb"),
         lambda: (folder / "other").write_bytes(b"late"),
         lambda: path.copy(folder / "other"),
         lambda: remove_tree(folder),
@@ -113,36 +112,22 @@ def test_the_holder_writes_over_what_a_former_holder_wrote_late(folder: RemotePa
     assert path.read_bytes() == b"anybody's" and not (folder / ".lease").exists()
 
 
-@pytest.mark.parametrize("is_joined", [False, True])
 def test_lines_of_a_writer_whose_lease_was_taken_over_are_not_written(
-    folder: RemotePath, monkeypatch: pytest.MonkeyPatch, is_joined: bool
+    folder: RemotePath, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     has_asked(monkeypatch)
     taken(folder)
-    path, begin = folder / "metrics.jsonl", b"x" * (6 << 20 if is_joined else 10)
-    monkeypatch.setattr(appending, "REWRITTEN_BYTES", 1000)
-    path.write_bytes(begin)
-    log = open_appender(path, begin)
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b"0\n")
+    log = open_appender(path, b"0\n")
     log.append(b"1\n")
     log.sync()
     take_over(folder)
-    finished = path.read_bytes() + b"2\n3\n"
-    if not is_joined:
-        write_as_another(path, finished)
+    write_as_another(path, b"0\n1\n2\n3\n")
     log.append(b"late\n")
-    if is_joined:  # the stop is after the look at the object's size
-        stat = RemotePath.stat
-
-        def stat_and_stop(self: RemotePath) -> object:
-            found = stat(self)
-            monkeypatch.setattr(RemotePath, "stat", stat)
-            write_as_another(path, finished)
-            return found
-
-        monkeypatch.setattr(RemotePath, "stat", stat_and_stop)
-    with pytest.raises(Exception, match="this one stops"):
+    with pytest.raises(LeaseLost, match="this one stops"):
         log.sync()
-    assert path.read_bytes() == finished
+    assert path.read_bytes() == b"0\n1\n2\n3\n"
 
 
 def test_a_checkpoint_that_was_removed_before_it_was_copied_does_not_come_back(

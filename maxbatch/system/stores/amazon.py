@@ -5,13 +5,22 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Protocol
 
-from maxbatch.system.stores.store import CONNECT_S, MAX_REQUESTS, READ_S, FileSystem, chain, status_of
+from maxbatch.system.stores.store import CONNECT_S, MAX_REQUESTS, READ_S, Content, FileSystem, chain
 
-_LARGEST_PART = 5 << 30  # of a multipart upload; the smallest, except the last, has 5 MiB
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _PLAIN = (None, "AES256")  # encryptions with the MD5 as the ETag
+_STATUSES = {  # by error code, where the HTTP status differs
+    "ExpiredToken": HTTPStatus.UNAUTHORIZED,
+    "InvalidToken": HTTPStatus.UNAUTHORIZED,
+    "InvalidAccessKeyId": HTTPStatus.UNAUTHORIZED,
+    "SignatureDoesNotMatch": HTTPStatus.UNAUTHORIZED,
+    "QuotaExceeded": HTTPStatus.INSUFFICIENT_STORAGE,
+    "RequestTimeout": HTTPStatus.SERVICE_UNAVAILABLE,
+    "InternalError": HTTPStatus.SERVICE_UNAVAILABLE,  # also in an answer of 200
+}
 
 
 class S3Files(FileSystem, Protocol):
@@ -41,14 +50,12 @@ class Amazon:
     def version(self, files: S3Files, bucket: str, name: str) -> str:
         return str(files.call_s3("head_object", Bucket=bucket, Key=name)["ETag"])
 
-    def read(self, files: S3Files, bucket: str, name: str, most: int) -> tuple[bytes, str]:
-        answer = files.call_s3("get_object", Bucket=bucket, Key=name)
-        return _body(files, answer, most), str(answer["ETag"])
+    def read(self, files: S3Files, bucket: str, name: str) -> Content:
+        from fsspec.asyn import sync
 
-    def read_checked(self, files: S3Files, bucket: str, name: str) -> tuple[bytes, object, object]:
         answer = files.call_s3("get_object", Bucket=bucket, Key=name)
-        content = _body(files, answer)
-        return content, *_stated(answer, content)
+        content: bytes = sync(files.loop, answer["Body"].read)
+        return Content(content, str(answer["ETag"]), *_stated(answer, content))
 
     def write(self, files: S3Files, bucket: str, name: str, data: bytes, version: str | None) -> str:
         condition = {"IfNoneMatch": "*"} if version is None else {"IfMatch": version}
@@ -61,38 +68,27 @@ class Amazon:
         try:
             files.call_s3("delete_object", **where, IfMatch=version)
         except Exception as error:
-            if not any(status_of(one) == 501 for one in chain(error)):
+            if not any(self.status(one) == 501 for one in chain(error)):
                 raise
             files.call_s3("delete_object", **where)  # some S3 stores lack conditional deletes
         return True
 
-    def join(self, files: S3Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
-        where = {"Bucket": bucket, "Key": name}
-        upload = {**where, "UploadId": files.call_s3("create_multipart_upload", **where)["UploadId"]}
-        parts = []
-        for number, begin in enumerate(range(0, size, _LARGEST_PART), start=1):
-            span = f"bytes={begin}-{min(size, begin + _LARGEST_PART) - 1}"
-            copied = files.call_s3(
-                "upload_part_copy", **upload, PartNumber=number, CopySource=where, CopySourceRange=span
-            )
-            parts.append({"PartNumber": number, "ETag": copied["CopyPartResult"]["ETag"]})
-        last = files.call_s3("upload_part", **upload, PartNumber=len(parts) + 1, Body=data)
-        parts.append({"PartNumber": len(parts) + 1, "ETag": last["ETag"]})
-        files.call_s3("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts}, IfMatch=version)
+    def status(self, error: BaseException) -> int | None:
+        import botocore.exceptions as client
+        from aiohttp import ClientError as BrokenResponse
+        from s3fs.core import S3_RETRYABLE_ERRORS
 
-
-def _body(files: S3Files, answer: Mapping[str, Any], most: int | None = None) -> bytes:
-    """Returns the content of an answer, at most its first `most` bytes."""
-    from fsspec.asyn import sync
-
-    if most is None or answer["ContentLength"] <= most:
-        content: bytes = sync(files.loop, answer["Body"].read)
-        return content
-    content = b""
-    while len(content) < most and (part := sync(files.loop, answer["Body"].read, most - len(content))):
-        content += part
-    answer["Body"].close()
-    return content
+        if isinstance(error, client.ClientError):
+            code, metadata = error.response["Error"].get("Code"), error.response.get("ResponseMetadata", {})
+            return _STATUSES.get(code) or metadata.get("HTTPStatusCode") or HTTPStatus.SERVICE_UNAVAILABLE
+        no_sign_in = (
+            client.NoCredentialsError, client.PartialCredentialsError, client.CredentialRetrievalError,
+            client.TokenRetrievalError, client.NoAuthTokenError, client.SSOError,
+        )  # fmt: skip
+        broken = (client.ConnectionError, client.IncompleteReadError, client.FlexibleChecksumError, BrokenResponse)
+        if isinstance(error, no_sign_in):
+            return HTTPStatus.UNAUTHORIZED
+        return HTTPStatus.SERVICE_UNAVAILABLE if isinstance(error, (*broken, *S3_RETRYABLE_ERRORS)) else None
 
 
 def _stated(answer: Mapping[str, object], content: bytes) -> tuple[object, object]:

@@ -10,10 +10,11 @@ import os
 import re
 import secrets
 from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from maxbatch.system.stores.store import CONNECT_S, READ_S, FileSystem, has_lost
+from maxbatch.system.stores.store import CONNECT_S, READ_S, Content, FileSystem
 
 
 class GoogleFiles(FileSystem, Protocol):
@@ -44,21 +45,11 @@ class Google:
             conf["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
 
     def version(self, files: GoogleFiles, bucket: str, name: str) -> str:
-        return str(_facts(files, bucket, name)["generation"])
+        return str(files.call("GET", _object(bucket, name), json_out=True)["generation"])
 
-    def read(self, files: GoogleFiles, bucket: str, name: str, most: int) -> tuple[bytes, str]:
-        while True:
-            found = _facts(files, bucket, name)
-            version, is_whole = str(found["generation"]), int(found["size"]) <= most
-            content = files.cat_file(
-                f"gs://{bucket}/{name}", start=None if is_whole else 0, end=None if is_whole else most
-            )
-            if self.version(files, bucket, name) == version:
-                return content, version
-
-    def read_checked(self, files: GoogleFiles, bucket: str, name: str) -> tuple[bytes, object, object]:
+    def read(self, files: GoogleFiles, bucket: str, name: str) -> Content:
         headers, content = files.call("GET", files.url(f"gs://{bucket}/{name}"))
-        return content, *_stated(headers, content)
+        return Content(content, headers.get("x-goog-generation", ""), *_stated(headers, content))
 
     def write(self, files: GoogleFiles, bucket: str, name: str, data: bytes, version: str | None) -> str:
         service = files.base.removesuffix("/storage/v1/")
@@ -77,27 +68,20 @@ class Google:
         files.call("DELETE", _object(bucket, name), ifGenerationMatch=version)
         return True
 
-    def join(self, files: GoogleFiles, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
-        tail = f"{name}.tail"
-        try:  # by version: a stopped writer may write its own tail at any time
-            found = self.version(files, bucket, tail)
-        except FileNotFoundError:
-            found = None
-        written = self.write(files, bucket, tail, data, found)
-        parts = [{"name": name}, {"name": tail, "generation": written}]
-        sources = {"sourceObjects": parts, "destination": {"contentType": "text/plain"}}
-        files.call("POST", f"{_object(bucket, name)}/compose", json=sources, ifGenerationMatch=version)
-        try:
-            self.remove(files, bucket, tail, written)
-        except Exception as error:
-            if not (isinstance(error, FileNotFoundError) or has_lost(error)):
-                raise
+    def status(self, error: BaseException) -> int | None:
+        from aiohttp import ClientResponseError
+        from gcsfs.retry import HttpError, is_retriable
+        from google.auth.exceptions import GoogleAuthError, TransportError
 
-
-def _facts(files: Any, bucket: str, name: str) -> dict[str, Any]:
-    """Returns the metadata of an object, such as generation and size."""
-    found: dict[str, Any] = files.call("GET", _object(bucket, name), json_out=True)
-    return found
+        if isinstance(error, HttpError):
+            return int(error.code) if error.code else HTTPStatus.SERVICE_UNAVAILABLE
+        if isinstance(error, ClientResponseError):
+            return int(error.status)
+        if isinstance(error, GoogleAuthError) and not isinstance(error, TransportError):
+            return HTTPStatus.UNAUTHORIZED
+        if isinstance(error, TransportError | json.JSONDecodeError) or is_retriable(error):
+            return HTTPStatus.SERVICE_UNAVAILABLE
+        return HTTPStatus.FORBIDDEN if isinstance(error, OSError) and str(error).startswith("Forbidden") else None
 
 
 def _object(bucket: str, name: str) -> str:

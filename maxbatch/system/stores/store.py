@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import IO, Any, Protocol, TypeVar
+from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
 MAX_REQUESTS = 32  # at the same time
 CONNECT_S, READ_S = 10, 30  # a request silent for longer has failed
@@ -24,6 +24,15 @@ class FileSystem(Protocol):
     def open(self, path: str, mode: str, block_size: int) -> IO[bytes]: ...
     def unstrip_protocol(self, name: str) -> str: ...
     def _strip_protocol(self, path: str) -> str: ...
+
+
+class Content(NamedTuple):
+    """The content of an object."""
+
+    data: bytes
+    version: str
+    stated: object  # the store's hash or length of the content
+    found: object  # the same of `data`
 
 
 Files = TypeVar("Files", bound=FileSystem, contravariant=True)
@@ -48,11 +57,8 @@ class ObjectStore(Protocol[Files]):
     def version(self, files: Files, bucket: str, name: str) -> str:
         """Returns the version of an object; raises FileNotFoundError if there is none."""
 
-    def read(self, files: Files, bucket: str, name: str, most: int) -> tuple[bytes, str]:
-        """Returns the first `most` bytes of an object, and its version."""
-
-    def read_checked(self, files: Files, bucket: str, name: str) -> tuple[bytes, object, object]:
-        """Returns the content of an object, the store's hash or length of it, and the content's own."""
+    def read(self, files: Files, bucket: str, name: str) -> Content:
+        """Returns the content of an object, by one request."""
 
     def write(self, files: Files, bucket: str, name: str, data: bytes, version: str | None) -> str:
         """Writes an object if it has this version, or does not exist (None); returns its new version."""
@@ -60,8 +66,8 @@ class ObjectStore(Protocol[Files]):
     def remove(self, files: Files, bucket: str, name: str, version: str) -> bool:
         """Removes an object if it has this version; returns whether it did."""
 
-    def join(self, files: Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
-        """Appends bytes, inside the store, to an object of `size` bytes if it has this version."""
+    def status(self, error: BaseException) -> int | None:
+        """Returns the HTTP status of a client's exception, also of one without a response; None for any other."""
 
 
 def split(url: str) -> tuple[str, str, str]:
@@ -78,18 +84,3 @@ def chain(error: BaseException | None) -> list[BaseException]:
         found.append(error)
         error = error.__cause__ or error.__context__
     return found[:4]
-
-
-def status_of(error: BaseException) -> int | None:
-    """Returns the HTTP status in a client's exception, or None."""
-    response = getattr(error, "response", None)
-    metadata = response.get("ResponseMetadata", {}) if isinstance(response, dict) else {}
-    for value in (getattr(error, "code", None), getattr(error, "status", None), metadata.get("HTTPStatusCode")):
-        if isinstance(value, int | str) and str(value).isdigit():
-            return int(value)
-    return None
-
-
-def has_lost(error: BaseException) -> bool:
-    """Returns whether a precondition failed, or another client is writing."""
-    return isinstance(error, FileExistsError) or any(status_of(one) in (409, 412) for one in chain(error))
