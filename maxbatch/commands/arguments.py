@@ -197,6 +197,19 @@ def ray_cluster(args: argparse.Namespace, retries: int = -1) -> contextlib.Abstr
     return RayCluster(args.ray, args.resources or {}, retries)
 
 
+def add_simulated_devices(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Adds the flag that makes CPU devices."""
+    parser.add_argument("--simulate-devices", type=count, metavar="N", help=purpose)
+
+
+def make_simulated_devices(args: argparse.Namespace) -> None:
+    """Makes the CPU devices of `--simulate-devices`, if it is given; JAX must not be loaded yet."""
+    if args.simulate_devices:
+        from maxbatch.commands.simulation import simulate_devices
+
+        simulate_devices(args.simulate_devices)
+
+
 def add_averaged(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that uses the average of a run's parameters."""
     averaged = "use the average of the parameters that a run with parameter_average_half_life keeps"

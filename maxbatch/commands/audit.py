@@ -13,7 +13,7 @@ from maxbatch.auditing.audit import LEAST, Audit, Verdict, audit
 from maxbatch.auditing.junit import junit_xml, junit_xml_of_error
 from maxbatch.auditing.resuming import ImportMake
 from maxbatch.auditing.trainer import Make
-from maxbatch.commands.arguments import count, whole
+from maxbatch.commands.arguments import add_simulated_devices, whole
 from maxbatch.config.user_function import import_function
 from maxbatch.config.values import shown
 from maxbatch.system.atomic_files import write_atomically
@@ -39,8 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     junit = "write a JUnit XML file, with a test case for each promise"
     parser.add_argument("--junit", type=Path, metavar="FILE", help=junit)
-    devices = "make N CPU devices for a trainer in JAX"
-    parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
+    add_simulated_devices(parser, "make N CPU devices for a trainer in JAX")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -9,7 +9,15 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbatch.commands.arguments import add_averaged, check_overrides, count, place, whole
+from maxbatch.commands.arguments import (
+    add_averaged,
+    add_simulated_devices,
+    check_overrides,
+    count,
+    make_simulated_devices,
+    place,
+    whole,
+)
 from maxbatch.system.errors import EXIT_DONE
 from maxbatch.system.terminal import PipeConsole, PlainTable
 
@@ -35,8 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--apply-chat-template", action="store_true", help=template)
     add_averaged(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    devices = "compute on N CPU devices made in this process"
-    parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
+    add_simulated_devices(parser, "compute on N CPU devices made in this process")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -44,10 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_overrides(args.overrides, "evaluate takes one MODEL")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars
-    if args.simulate_devices:
-        from maxbatch.commands.simulation import simulate_devices
-
-        simulate_devices(args.simulate_devices)
+    make_simulated_devices(args)
     from maxbatch.harness import evaluate
     from maxbatch.loaded_model import LoadedModel
     from maxbatch.training.harness.tasks import check_installed

@@ -7,7 +7,13 @@ import json
 import math
 from typing import TYPE_CHECKING, TypedDict
 
-from maxbatch.commands.arguments import add_averaged, check_overrides, count, place
+from maxbatch.commands.arguments import (
+    add_averaged,
+    add_simulated_devices,
+    check_overrides,
+    make_simulated_devices,
+    place,
+)
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
@@ -28,18 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
     add_averaged(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    devices = "compute on N CPU devices made in this process"
-    parser.add_argument("--simulate-devices", type=count, metavar="N", help=devices)
+    add_simulated_devices(parser, "compute on N CPU devices made in this process")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the log-probabilities of every record, or the loss of each; returns the exit code."""
     check_overrides(args.overrides, "score takes one MODEL and one FILE")
     lines = _lines(args.file)
-    if args.simulate_devices:
-        from maxbatch.commands.simulation import simulate_devices
-
-        simulate_devices(args.simulate_devices)
+    make_simulated_devices(args)
     from maxbatch.loaded_model import LoadedModel, RecordFault
 
     try:

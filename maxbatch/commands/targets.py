@@ -6,8 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, config_of, count
-from maxbatch.commands.simulation import simulate_devices
+from maxbatch.commands.arguments import add_config, add_simulated_devices, config_of, count, make_simulated_devices
 from maxbatch.config.config import Config
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.survival import Machine, smaller_machines
@@ -27,8 +26,7 @@ def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--topology", metavar="T", help=topology)
     slices = "slices of that topology (default 1)"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
-    simulated = "compile for N CPU devices made in this process"
-    parser.add_argument("--simulate-devices", type=count, metavar="N", help=simulated)
+    add_simulated_devices(parser, "compile for N CPU devices made in this process")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
@@ -50,8 +48,7 @@ def config_before_devices(args: argparse.Namespace) -> Config:
     if args.topology and args.simulate_devices:
         raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
-    if args.simulate_devices:
-        simulate_devices(args.simulate_devices)
+    make_simulated_devices(args)
     version = parse_slice(args.topology).version if args.topology else None
     state_flags(config.libtpu_flags, config.data_cache_dir, version)
     return config

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from maxbatch.commands.arguments import count, place, read_by, real
+from maxbatch.commands.arguments import add_simulated_devices, place, read_by, real
 from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
@@ -57,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
         type=real(Bounds(0), "from 0 on", TOLERANCE),
     )  # fmt: skip
-    parser.add_argument("--simulate-devices", type=count, metavar="N", help="train every branch on N CPU devices")
+    add_simulated_devices(parser, "train every branch on N CPU devices")
 
 
 def run(args: argparse.Namespace) -> int:

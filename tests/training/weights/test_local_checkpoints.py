@@ -19,7 +19,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch import ConfigError
-from maxbatch.commands.train import newest_saved as last_saved_of
+from maxbatch.commands.training_run import newest_saved as last_saved_of
 from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import open_pretraining, train
 from maxbatch.training.record.recorder import Output, Record

@@ -1,0 +1,71 @@
+"""A run of `maxbatch train` or `maxbatch rl`: in this process, on its share of several hosts, or on simulated ones."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from maxbatch.commands.arguments import add_config, add_simulated_devices, count
+from maxbatch.commands.refusing import refusing_together
+from maxbatch.config.config import Config
+from maxbatch.system.errors import EXIT_DONE, EXIT_FAILED, EXIT_STOPPED, report
+
+if TYPE_CHECKING:
+    from maxbatch.training.session import Outcome
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the config and the flags of simulated machines."""
+    add_config(parser)
+    add_simulated_devices(parser, "train on N CPU devices made in this process")
+    hosts = "train in H processes of N / H devices each (default N: H)"
+    parser.add_argument("--simulate-hosts", type=count, metavar="H", help=hosts)
+
+
+def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Config) -> int:
+    """Runs a command (`train` or `rl`) in the processes of `--simulate-hosts`; returns the exit code."""
+    from maxbatch.commands.simulation import check_hosts, run_hosts
+    from maxbatch.plan.batch import BatchPlan
+
+    num_hosts, num_devices = args.simulate_hosts, args.simulate_devices or args.simulate_hosts
+    check_hosts(num_devices, num_hosts)
+    BatchPlan.from_config(config, num_devices, num_hosts)  # refused once, not by every host
+    words = [command, *args.config, "--simulate-devices", str(num_devices // num_hosts)]
+    return run_hosts(words, num_hosts, partial(newest_saved, config), config.heartbeat_timeout_s)
+
+
+def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
+    """Trains in this process, with the other hosts of the environment; returns the exit code."""
+    from maxbatch.parallel.hosts import together
+    from maxbatch.training.compile.flags import state_flags
+
+    with refusing_together():
+        state_flags(config.libtpu_flags, config.data_cache_dir)  # to join the other hosts starts JAX
+    with together(report, config.heartbeat_timeout_s, partial(newest_saved, config)):
+        outcome = train(config)
+    if outcome.stopped_by is None:
+        return EXIT_DONE
+    return EXIT_STOPPED if config.enable_checkpointing else EXIT_FAILED
+
+
+def newest_saved(config: Config) -> int | None:
+    """Returns the newest step from which the same command would continue, or else that of a warm start.
+
+    None if there is neither.
+    """
+    from maxbatch.runs.position import last_saved
+    from maxbatch.runs.run_folder import WARM_START
+    from maxbatch.system.storage import as_path
+
+    if not config.enable_checkpointing:
+        return None
+    run_dir, directory = as_path(config.run_dir), config.local_checkpoint_directory
+    steps = [last_saved(run_dir)]
+    if directory:
+        from maxbatch.training.weights.local_files import saved_here
+
+        steps.append(saved_here(directory, run_dir))
+    saved = [step for step in steps if step is not None]
+    return max(saved) if saved else last_saved(run_dir / WARM_START)
