@@ -1,13 +1,12 @@
-"""Writes the table of keys in docs/depends.md, from config/pins.py and config/sections.py."""
+"""Writes the table of keys in docs/depends.md, from config/sections.py."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
 
-from maxbatch.config.keys import Fixes, Key
+from maxbatch.config.keys import Fixes, Key, Shared
 from maxbatch.config.loading import keys
-from maxbatch.config.pins import Shared, changes, shared
 
 PAGE = Path(__file__).parents[1] / "depends.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
@@ -23,7 +22,7 @@ _ANYWHERE = Fixes.RECORDS | Fixes.CONTENT  # pinned by content alone
 
 def resumed(key: Key) -> str:
     """Returns the effect of a resume with another value of a key."""
-    what = changes(key.name)
+    what = key.changes
     if key.name in ("load_parameters_path", "load_full_state_path"):
         return f"changes {what}; refused if the run reads its starting point again and finds other content"
     if key.fixes & _PINNED & ~_ANYWHERE or (key.fixes & Fixes.CONTENT and key.kind not in ("paths", "path") and what):
@@ -37,7 +36,7 @@ def table() -> str:
     """Returns a row for each group of keys that hosts and resumes treat alike."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
     for key in keys().values():
-        groups[_HOSTS[shared(key.name)], resumed(key)].append(key.name)
+        groups[_HOSTS[key.shared], resumed(key)].append(key.name)
     lines = ["| keys | hosts must share | a resume with another value |\n", "|---|---|---|\n"]
     lines += [f"| {', '.join(f'`{name}`' for name in names)} | {a} | {b} |\n" for (a, b), names in groups.items()]
     return "".join(lines)

@@ -76,7 +76,17 @@ class Part(enum.Enum):
     PROMPT_BATCH = "the batch of prompts"
 
 
+class Shared(enum.Enum):
+    """The aspect of a key that the hosts of a run must share."""
+
+    VALUE = "its value"
+    CONTENT = "the content it names, in any place, or its absence"
+    STATED = "whether it is stated; each host may have its own place"
+    NOTHING = "nothing; each host may have its own place"
+
+
 SAME, OURS = "the same", None
+_SHARED_BY_KIND = {"path": Shared.CONTENT, "paths": Shared.CONTENT, "local": Shared.NOTHING}  # of all others the value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,6 +101,8 @@ class Key(Scalar):
     maxtext: str | None = SAME  # its name in MaxText's configs; OURS: MaxText has no such key
     warm_start: bool = True  # whether RL's warm start takes it from the run; else it has its default
     chooses: str = ""  # the kind of sample it chooses when set (`maxbatch.config.recipes`)
+    shared: Shared
+    changes: str  # the effect of a resume with another value, in words; "": none
 
     @property
     def maxtext_name(self) -> str | None:
@@ -126,12 +138,14 @@ class _Row(NamedTuple):
     maxtext: str | None
     warm_start: bool
     chooses: str
+    shared: Shared | None
+    changes: str | None
 
 
 def key(
     default: _T, sentence: str, fixes: Fixes, bounds: Bounds | None = None, unit: str = "", *,
     choices: tuple[str, ...] = (), part: Part | None = None, maxtext: str | None = SAME, warm_start: bool = True,
-    chooses: str = "",
+    chooses: str = "", shared: Shared | None = None, changes: str | None = None,
 ) -> _T:  # fmt: skip
     """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
 
@@ -146,9 +160,11 @@ def key(
       maxtext: its name in MaxText's configs, where that differs; OURS: MaxText has no such key.
       warm_start: whether the warm start of RL takes it from the run.
       chooses: the kind of sample that it chooses if it is set.
+      shared: the aspect that hosts must share; None: of a place the content, of a local place nothing, else the value.
+      changes: the effect of a resume with another value, in words; "": none; None: its section's.
     """
-    row = _Row(_text(default), sentence, fixes, bounds, unit, choices, part, maxtext, warm_start, chooses)
-    return cast(_T, row)
+    facts = (bounds, unit, choices, part, maxtext, warm_start, chooses, shared, changes)
+    return cast(_T, _Row(_text(default), sentence, fixes, *facts))
 
 
 def _text(default: object) -> str:
@@ -178,14 +194,15 @@ class Section(Mapping[str, Any]):
     _names: ClassVar[tuple[str, ...]] = ()
     _declared: ClassVar[tuple[Key, ...]] = ()
 
-    def __init_subclass__(cls) -> None:
+    def __init_subclass__(cls, changes: str = "") -> None:
+        """Reads the rows of a section; `changes` is the effect of a resume with another value of its keys."""
         own = inspect.get_annotations(cls)
         rows = {name: row for name in own if isinstance(row := cls.__dict__.get(name), _Row)}
         for name in rows:
             delattr(cls, name)
         bases = [base for base in cls.__bases__ if issubclass(base, Section)]
         cls._names = (*(name for base in bases for name in base._names), *own)
-        declared = (_key(name, own[name], row) for name, row in rows.items())
+        declared = (_key(name, own[name], row, changes) for name, row in rows.items())
         cls._declared = (*(key for base in bases for key in base._declared), *declared)
 
     def __init__(self, **values: object) -> None:
@@ -278,13 +295,13 @@ def _as_section(hint: object) -> type[Section] | None:
     return hint if isinstance(hint, type) and issubclass(hint, Section) else None
 
 
-def _key(name: str, hint: Any, row: _Row) -> Key:
+def _key(name: str, hint: Any, row: _Row, changes: str) -> Key:
     kinds = [hint]
     if get_origin(hint) in (Union, types.UnionType):
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     kind, nullable = kinds[0], kinds != [hint]
-    facts = row._asdict()
-    if get_origin(kind) is Literal:
-        return Key(name, "choice", nullable=nullable, **{**facts, "choices": get_args(kind)})
-    named = kind.__metadata__[0] if get_origin(kind) is Annotated else _KINDS[kind]
+    named = kind.__metadata__[0] if get_origin(kind) is Annotated else _KINDS.get(kind, "choice")
+    facts = row._asdict() | ({"choices": get_args(kind)} if get_origin(kind) is Literal else {})
+    facts["shared"] = row.shared or _SHARED_BY_KIND.get(named, Shared.VALUE)
+    facts["changes"] = changes if row.changes is None else row.changes
     return Key(name, named, nullable=nullable, **facts)

@@ -21,6 +21,7 @@ from maxbatch.config.keys import (
     Part,
     Quantity,
     Section,
+    Shared,
     StoragePath,
     Words,
     key,
@@ -40,6 +41,10 @@ ROWS_OR_SAME = Bounds(above=0, at_most=2**31, also=0)
 NOTHING, PROGRAM = Fixes.NOTHING, Fixes.PROGRAM
 MODEL, STATE = Fixes.FORM | Fixes.PROGRAM, Fixes.STATE | Fixes.PROGRAM
 BATCH = Fixes.BATCH | Fixes.PROGRAM
+
+# Effects of a resume with another value.
+THE_BATCH = "the batch"
+_GOES_ON = "nothing: the run goes on from its own checkpoint"
 
 # Shared or long choices.
 FloatType = Literal["float32", "bfloat16"]
@@ -70,15 +75,15 @@ class RunConfig(Section):
     model_name: str = key("default", "preset: a file of configs/models/ without .yml; auto: the model of "
         "load_parameters_path, a Hugging Face folder; default: the model keys below (docs/models.md)", NOTHING)
     load_parameters_path: StoragePath = key("", "start a new run from the parameters of this run folder, checkpoint, "
-        'Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False)
+        'Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False, changes=_GOES_ON)
     load_full_state_path: StoragePath = key("", "start a new run from parameters and optimizer state: a new stream and "
-        "plan, step 0 (annealing)", NOTHING, warm_start=False)
+        "plan, step 0 (annealing)", NOTHING, warm_start=False, changes=_GOES_ON)
     heartbeat_timeout_s: int = key(30,
         "seconds within which the other hosts stop after one dies; exit code 75 if a checkpoint is saved", NOTHING,
         Bounds(10, 3600), "s", maxtext=OURS)
 
 
-class LengthConfig(Section):
+class LengthConfig(Section, changes="the end of the run, and rates that follow its length"):
     """How long: exactly one of the first four (a higher layer displaces the others), and the length of a row."""
 
     steps: int | None = key(200, "optimizer updates", NOTHING, COUNT, "updates", part=Part.LENGTH, warm_start=False)
@@ -89,10 +94,11 @@ class LengthConfig(Section):
     num_epochs: Exact | None = key(None, "passes over the training split, may be fractional; not for a mixture",
         NOTHING, POSITIVE, "passes", part=Part.LENGTH, maxtext="num_epoch", warm_start=False)
     max_target_length: int = key(256,
-        "L: tokens per sample; use_dpo: per row, two rows a sample", PROGRAM | Fixes.ROWS, FROM_TWO, "tokens")
+        "L: tokens per sample; use_dpo: per row, two rows a sample", PROGRAM | Fixes.ROWS, FROM_TWO, "tokens",
+        changes="the length of a sample")
 
 
-class BatchConfig(Section):
+class BatchConfig(Section, changes=THE_BATCH):
     """The batch: samples = rows of max_target_length tokens."""
 
     per_device_batch_size: Exact | None = key(16, "p: rows per device in one forward and backward pass; > 0, may be a "
@@ -110,10 +116,10 @@ class BatchConfig(Section):
         "true: a batch stated globally need not divide; rows of zero weight fill the last pass", BATCH, maxtext=OURS)
     expansion_factor_real_data: Exact = key(-1,
         "e: -1 or 1: every host loads; e > 1: one host in e loads; 0 < e < 1: a resume on e x the loading hosts",
-        PROGRAM, warm_start=False)
+        PROGRAM, warm_start=False, changes="which hosts load")
 
 
-class RampConfig(Section):
+class RampConfig(Section, changes=THE_BATCH):
     """Batch ramp-up: p grows from start by increment over global_rampup_samples."""
 
     enable_rampup_batch_size: bool = key(False,
@@ -126,7 +132,7 @@ class RampConfig(Section):
         "R: samples over which the ramp runs; R / n samples per stage", BATCH, COUNT, "samples", part=Part.RAMP)
 
 
-class PromptBatchConfig(Section):
+class PromptBatchConfig(Section, changes="the batch of prompts"):
     """The batch of prompts (maxbatch rl): batch_size states it, in place of p, g and the ramp."""
 
     batch_size: int | None = key(None,
@@ -154,7 +160,7 @@ class PromptBatchConfig(Section):
         "most tokens of a prompt; max_target_length includes prompt and response", PROGRAM, COUNT, "tokens")
 
 
-class RLConfig(Section):
+class RLConfig(Section, changes="responses, rewards or their loss"):
     """Reinforcement learning."""
 
     loss_algo: Literal["grpo", "gspo-token"] = key("grpo",
@@ -174,13 +180,15 @@ class RLConfig(Section):
     sampler_dtype: FloatType | None = key(None, "compute of the sampler: float32 (responses do not depend on the "
         "devices) | bfloat16; null: dtype", PROGRAM, maxtext=OURS)
     reward: str = key("maxbatch.rl.arithmetic:is_right", "module:function or FILE.py:function of (prompt, response, "
-        'record); several: "a:f,0.7;b:g,0.3"', PROGRAM, maxtext="reward_functions_path and reward_functions")
-    reward_worker_count: int = key(1, "processes that run the rewards", PROGRAM, COUNT, "processes", maxtext=OURS)
+        'record); several: "a:f,0.7;b:g,0.3"', PROGRAM, maxtext="reward_functions_path and reward_functions",
+        shared=Shared.CONTENT)
+    reward_worker_count: int = key(1, "processes that run the rewards", PROGRAM, COUNT, "processes", maxtext=OURS,
+        changes="")
     reward_timeout_s: float = key(10.0,
         "seconds that one response may take", PROGRAM, POSITIVE, "seconds", maxtext=OURS)
     reward_on_failure: float = key(0.0, "score of a response whose reward crashed or timed out", PROGRAM, maxtext=OURS)
     transcript_period: int = key(10, "batches between records of trained responses in transcripts.jsonl; -1: none",
-        NOTHING, COUNT_OR_OFF, "batches", maxtext=OURS)
+        NOTHING, COUNT_OR_OFF, "batches", maxtext=OURS, changes="what is logged")
     prompt_template: str = key("{prompt}", "text of a prompt, from the fields of its record; a field alone, "
         '"{messages}", may hold a conversation', PROGRAM | Fixes.PROMPTS, maxtext=OURS)
     eval_num_generations: int = key(8, "responses per held-out prompt: pass@1 is their mean, pass@k: one is right",
@@ -192,7 +200,7 @@ class RLConfig(Section):
         "dataset_type=arithmetic or sorting", PROGRAM, maxtext=OURS)
 
 
-class RatesConfig(Section):
+class RatesConfig(Section, changes="the learning rate"):
     """Rates: schedules run over samples, so a ramp does not distort them."""
 
     learning_rate: float = key(3e-3, "peak, at reference_batch_size where it is scaled", NOTHING, POSITIVE)
@@ -212,7 +220,7 @@ class RatesConfig(Section):
         "samples", maxtext=OURS)
 
 
-class OptimizerConfig(Section):
+class OptimizerConfig(Section, changes="the updates"):
     """Optimizer."""
 
     opt_type: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = key("adamw",
@@ -238,12 +246,14 @@ class OptimizerConfig(Section):
     gradient_clipping_threshold: float = key(1.0,
         "largest global norm of the update's gradient; 0: no clipping", PROGRAM, FROM_ZERO)
     gradient_noise_scale: bool = key(True,
-        "measure the gradient noise scale from parts of a batch (McCandlish et al. 2018)", PROGRAM, maxtext=OURS)
+        "measure the gradient noise scale from parts of a batch (McCandlish et al. 2018)", PROGRAM, maxtext=OURS,
+        changes="what is measured")
     max_consecutive_skips: int = key(10,
-        "the run ends after this many non-finite updates in a row; >= 1", NOTHING, COUNT, "updates", maxtext=OURS)
+        "the run ends after this many non-finite updates in a row; >= 1", NOTHING, COUNT, "updates", maxtext=OURS,
+        changes="the point where a diverging run ends")
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, changes="the model's computation"):
     """Model."""
 
     base_emb_dim: int = key(128, "D: width of the residual stream", MODEL, COUNT)
@@ -344,7 +354,8 @@ class ModelConfig(Section):
         Bounds(above=0, also=-1))
     dtype: FloatType = key("float32", "compute: float32 | bfloat16", PROGRAM)
     quantization: Quantization = key("", 'products of the layers: "" (in dtype) | int8 | fp8 (e4m3, gradients e5m2), '
-        "scaled token by token and channel by channel (docs/eight-bits.md)", PROGRAM)
+        "scaled token by token and channel by channel (docs/eight-bits.md)", PROGRAM,
+        changes="the layers' products, and updates and evals through them")
     weight_dtype: FloatType = key("float32", "parameters and optimizer state: float32 | bfloat16", STATE)
     attention: Literal["auto", "dot_product", "cudnn", "splash"] = key("auto", "auto (splash on TPU, cudnn on GPU, "
         "where dtype and shapes allow; else dot_product) | dot_product | cudnn | splash", PROGRAM)
@@ -353,7 +364,7 @@ class ModelConfig(Section):
     init_weights_seed: int = key(0, "seed of the parameters", STATE, SEED)
 
 
-class RematConfig(Section):
+class RematConfig(Section, changes="memory and time; updates change by rounding"):
     """Rematerialisation in the backward pass."""
 
     remat_policy: RematPolicy = key("none", "none | minimal (keep matrix products) | minimal_with_context (and "
@@ -377,7 +388,7 @@ class RematConfig(Section):
         "remat | device | offload", PROGRAM)
 
 
-class AdapterConfig(Section):
+class AdapterConfig(Section, changes="the adapters"):
     """Low-rank adapters (LoRA) over the model of load_parameters_path."""
 
     lora_rank: int = key(0, "rank of the adapters; only they are trained and saved; 0: no adapters",
@@ -388,23 +399,24 @@ class AdapterConfig(Section):
         PROGRAM | Fixes.ADAPTERS, maxtext=OURS)
 
 
-class DataConfig(Section):
+class DataConfig(Section, changes="the data"):
     """Data: stream[0], stream[1] and so on."""
 
     dataset_type: DatasetType = key("python_stdlib", "python_stdlib | synthetic | text | jsonl | parquet | "
         "arrayrecord | tfrecord | tokens (see prepare) | megatron (.bin and .idx); rl: arithmetic | sorting | jsonl | "
-        "parquet", Fixes.RECORDS)
+        "parquet", Fixes.RECORDS, changes="")
     dataset_path: DataPaths = key("", 'a file, a folder or a glob; a list of them; a mixture: "a,0.7;b,0.3", its file '
-        '(*.yml), or by position "{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"', Fixes.CONTENT)
+        '(*.yml), or by position "{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"', Fixes.CONTENT, changes="")
     eval_dataset_path: DataPaths = key("",
-        'held-out data of the same type, a list too; "": eval_fraction', Fixes.CONTENT, maxtext=OURS, warm_start=False)
+        'held-out data of the same type, a list too; "": eval_fraction', Fixes.CONTENT, maxtext=OURS, warm_start=False,
+        changes="what is evaluated")
     eval_fraction: float = key(0,
         "share of the documents held out, evenly spread; python_stdlib holds out a fixed list", Fixes.CONTENT,
         BELOW_ONE, "share of the documents", maxtext=OURS, warm_start=False)
     text_field: str = key("text", "jsonl, parquet, tfrecord, arrayrecord examples: the field that holds the text",
-        Fixes.RECORDS, maxtext="train_data_columns", warm_start=False)
+        Fixes.RECORDS, maxtext="train_data_columns", warm_start=False, changes="")
     record_format: Literal["text", "example"] = key("text",
-        "arrayrecord: text (UTF-8) | example (tf.train.Example)", Fixes.RECORDS, maxtext=OURS)
+        "arrayrecord: text (UTF-8) | example (tf.train.Example)", Fixes.RECORDS, maxtext=OURS, changes="")
     skip_bad_records: bool = key(False, "true: unreadable records are left out and counted; false: they are an error",
         Fixes.ROWS | Fixes.PROMPTS, maxtext=OURS)
     synthetic_samples: Quantity = key(1000000,
@@ -419,7 +431,7 @@ class DataConfig(Section):
     tokenizer_type: Literal["byte", "huggingface", "sentencepiece"] = key("byte",
         "byte (UTF-8 bytes and three special tokens) | huggingface | sentencepiece", Fixes.CONTENT)
     tokenizer_path: StoragePath = key("", "tokenizer.json, a .model file, a folder that holds one, or a Hugging Face "
-        'hub name; "" for byte', Fixes.CONTENT)
+        'hub name; "" for byte', Fixes.CONTENT, changes="")
     use_sft: bool = key(False,
         "true: records are conversations in a form of sft_format; best_fit if packed", Fixes.CHAT, warm_start=False,
         chooses="conversation")
@@ -436,13 +448,13 @@ class DataConfig(Section):
     enable_data_shuffling: bool = key(True, "true: every epoch permutes the rows anew", Fixes.ORDER)
     data_shuffle_seed: int = key(0, "seed of the permutations (and of the synthetic data)", Fixes.ORDER, SEED)
     grain_worker_count: int = key(0,
-        "processes that read rows; 0: threads of this one", NOTHING, FROM_ZERO, "processes")
-    grain_prefetch_buffer_size: int = key(64, "rows read ahead; >= 1", NOTHING, COUNT, "rows")
+        "processes that read rows; 0: threads of this one", NOTHING, FROM_ZERO, "processes", changes="")
+    grain_prefetch_buffer_size: int = key(64, "rows read ahead; >= 1", NOTHING, COUNT, "rows", changes="")
     data_cache_dir: LocalPath = key("",
-        'tokenised data and index; "": ~/.cache/maxbatch (or XDG_CACHE_HOME)', NOTHING, maxtext=OURS)
+        'tokenised data and index; "": ~/.cache/maxbatch (or XDG_CACHE_HOME)', NOTHING, maxtext=OURS, changes="")
 
 
-class PreferenceConfig(Section):
+class PreferenceConfig(Section, changes="the loss of pairs"):
     """Preference pairs (use_dpo): the loss, a mean over the pairs of the global batch."""
 
     dpo_algo: Literal["dpo", "orpo"] = key("dpo", "dpo (log-ratios to the first parameters) | orpo (likelihood and "
@@ -455,7 +467,7 @@ class PreferenceConfig(Section):
         "orpo: weight of the odds ratio beside the likelihood of the chosen answer", PROGRAM, FROM_ZERO)
 
 
-class MeshConfig(Section):
+class MeshConfig(Section, changes="the layout; updates change by rounding"):
     """Mesh: axis sizes within a slice (ici) and over slices (dcn); one of each may be -1: the rest."""
 
     ici_data_parallelism: int = key(1, "parameters replicated, batch split", PROGRAM, COUNT_OR_OFF)
@@ -488,7 +500,7 @@ class MeshConfig(Section):
         "layers divisible by stages x repeats", PROGRAM, COUNT, "groups of layers")
 
 
-class CheckpointConfig(Section):
+class CheckpointConfig(Section, changes="the states that are kept"):
     """Checkpoints."""
 
     enable_checkpointing: bool = key(True, "false: nothing is saved, nothing is resumed", NOTHING)
@@ -498,12 +510,12 @@ class CheckpointConfig(Section):
         "newest checkpoints kept; null: all", NOTHING, COUNT, "checkpoints")
     local_checkpoint_directory: LocalPath = key("",
         'each host keeps its newest shards below this path, on its own disk or RAM disk; "": none', NOTHING,
-        warm_start=False)
+        warm_start=False, shared=Shared.STATED, changes="")
     local_checkpoint_period: int = key(0, "updates between local checkpoints; 0 without local_checkpoint_directory",
         NOTHING, FROM_ZERO, "updates", warm_start=False)
 
 
-class EvaluationConfig(Section):
+class EvaluationConfig(Section, changes="what is evaluated"):
     """Eval."""
 
     eval_per_device_batch_size: Exact | None = key(None,
@@ -520,10 +532,10 @@ class EvaluationConfig(Section):
         "most documents of each of eval_tasks, the first ones; null: all", NOTHING, COUNT, "documents", maxtext=OURS)
     early_stopping_patience: int | None = key(None,
         "the run ends after this many evals in a row without a lower loss; null: it runs its whole length", NOTHING,
-        COUNT, "evals", maxtext=OURS, warm_start=False)
+        COUNT, "evals", maxtext=OURS, warm_start=False, changes="the end of the run")
 
 
-class LoggingConfig(Section):
+class LoggingConfig(Section, changes="what is logged"):
     """Logging."""
 
     log_to: Words = key("tensorboard", "tensorboard, wandb, mlflow, or several: [tensorboard, wandb]; none "
@@ -539,16 +551,17 @@ class LoggingConfig(Section):
         "TFLOP/s", maxtext=OURS)
 
 
-class CompilingConfig(Section):
+class CompilingConfig(Section, changes="the compiled programs; updates change by rounding"):
     """Compiling."""
 
     compilation_cache_dir: LocalPath = key("",
-        "XLA's persistent cache; \"\": ~/.cache/maxbatch/xla; \"none\": off", NOTHING, maxtext="jax_cache_dir")
+        "XLA's persistent cache; \"\": ~/.cache/maxbatch/xla; \"none\": off", NOTHING, maxtext="jax_cache_dir",
+        changes="")
     libtpu_flags: str = key("auto", "auto: the flags for the TPU's version | none | \"--flag=value ...\"; flags in "
         "LIBTPU_INIT_ARGS take precedence; no effect without a TPU", PROGRAM, maxtext=OURS)
     compiled_dir: StoragePath = key("",
         'folder written by maxbatch compile; train loads its programs and compiles none; "": compiles', NOTHING,
-        maxtext="compiled_trainstep_file")
+        maxtext="compiled_trainstep_file", changes="")
 
 
 # fmt: on

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.config import Config
-from maxbatch.config.pins import THE_BATCH, THE_CUT, changed_since, read_written, states_batch
+from maxbatch.config.pins import THE_CUT, changed_since, read_written, states_batch
+from maxbatch.config.sections import THE_BATCH
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.runs.devices import read_devices
 from maxbatch.runs.run_id import RunIdentity

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from maxbatch import load_config
-from maxbatch.config.keys import Key
+from maxbatch.config.keys import Key, Shared
 from maxbatch.config.loading import dump_config, keys
-from maxbatch.config.pins import Shared, changed_since, changes, facts_of, read_written, shared
+from maxbatch.config.pins import changed_since, facts_of, read_written
 from maxbatch.config.sections import READY_TASKS
 from maxbatch.config.values import Value
 from maxbatch.parallel.agreement import differences
@@ -55,7 +55,7 @@ def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harm
     changed = facts_of(DEFAULTS | {name: value})
     facts = [changed if host in others else FACTS for host in range(num_hosts)]
     found = differences(facts)
-    how = shared(name)
+    how = keys()[name].shared
     if how is Shared.NOTHING or (how is not Shared.VALUE and bool(value) == bool(DEFAULTS[name])):
         assert found == []
         return
@@ -69,7 +69,7 @@ def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harm
 def test_a_key_whose_value_hosts_need_not_share_names_a_place() -> None:
     """So a new key is compared by value unless its row states otherwise."""
     for name, key in keys().items():
-        if shared(name) is not Shared.VALUE:
+        if key.shared is not Shared.VALUE:
             assert key.kind in PLACES or name == "reward"
         else:
             assert key.kind not in PLACES, "a path's value says nothing: state what hosts share of it"
@@ -109,8 +109,8 @@ def test_the_config_of_a_run_is_read_back_without_the_environment(
 
 
 def test_every_key_says_what_a_resume_changes_through_it() -> None:
-    assert {name for name in keys() if not changes(name)} <= {
-        *(name for name in keys() if shared(name) is not Shared.VALUE),
+    assert {name for name, key in keys().items() if not key.changes} <= {
+        *(name for name, key in keys().items() if key.shared is not Shared.VALUE),
         "run_name", "model_name", "heartbeat_timeout_s", "dataset_type", "text_field", "record_format",
         "grain_worker_count", "grain_prefetch_buffer_size", "reward_worker_count",
     }  # fmt: skip
