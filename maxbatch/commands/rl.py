@@ -7,7 +7,7 @@ import argparse
 from maxbatch.commands.arguments import config_of, make_simulated_devices
 from maxbatch.commands.refusing import refusing_together
 from maxbatch.commands.training_run import add_run_arguments, run_here, run_on_simulated_hosts
-from maxbatch.config.loading import configs_dir
+from maxbatch.config.paths import configs_dir
 from maxbatch.system.errors import ConfigError
 
 

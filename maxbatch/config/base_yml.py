@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 
 from maxbatch.config.keys import Key
-from maxbatch.config.loading import base_path
+from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import SECTIONS
 from maxbatch.config.values import NULLS, TEXTS
 
@@ -17,6 +18,11 @@ _HEADER = """\
 # A preset displaces the model keys of all layers below the one whose model_name names it.
 # Written from maxbatch/config/sections.py by python -m maxbatch.config.base_yml: edit the table, not this file.
 """
+
+
+def base_path() -> Path:
+    """Returns base.yml, which shows every key with its default."""
+    return configs_dir() / "base.yml"
 
 
 def base_yml() -> str:

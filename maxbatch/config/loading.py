@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from maxbatch.config.base_yml import base_path, base_yml
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Entry, Fixes, Key, Part
-from maxbatch.config.paths import place_fault
+from maxbatch.config.paths import configs_dir, place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
@@ -48,13 +49,6 @@ class _Stated(NamedTuple):
 
     kind: str
     entries: Sequence[Entry]
-
-
-def configs_dir() -> Path:
-    """Returns the folder of base.yml and models/: inside an installed package, at the top of a checkout."""
-    package = Path(__file__).resolve().parents[1]
-    checkout = package.parent / "configs"
-    return checkout if (checkout / "base.yml").is_file() else package / "configs"
 
 
 def find_config(name: str | os.PathLike[str]) -> AnyPath:
@@ -190,11 +184,6 @@ def keys() -> Mapping[str, Key]:
     return _KEYS
 
 
-def base_path() -> Path:
-    """Returns base.yml, which shows every key with its default."""
-    return configs_dir() / "base.yml"
-
-
 @functools.cache
 def _base_layer() -> _Layer:
     return {name: Setting(key.read(key.default), "base.yml") for name, key in _KEYS.items()}
@@ -202,8 +191,6 @@ def _base_layer() -> _Layer:
 
 def _refuse_edited_base() -> None:
     """Raises ConfigError if base.yml differs from its table: an edit of it would be ignored."""
-    from maxbatch.config.base_yml import base_yml
-
     path = base_path()
     try:
         is_edited = path.read_text(encoding="utf-8") != base_yml()

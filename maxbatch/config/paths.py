@@ -1,15 +1,23 @@
-"""Rules for paths in configs and arguments: local paths, object stores, and mixtures."""
+"""The folder of configs, and rules for paths in configs and arguments: local paths, object stores, and mixtures."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
+from pathlib import Path
 
 from maxbatch.system.storage import is_remote, scheme_of, url_fault
 
 _MOST_BYTES, _MOST_NAME_BYTES = 4096, 255  # Linux's PATH_MAX, its closing zero included, and NAME_MAX
 _MIXTURE_FILES = (".yml", ".yaml", ".json")
+
+
+def configs_dir() -> Path:
+    """Returns the folder of base.yml and models/: inside an installed package, at the top of a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    checkout = package.parent / "configs"
+    return checkout if (checkout / "base.yml").is_file() else package / "configs"
 
 
 def local_fault(path: str) -> str | None:

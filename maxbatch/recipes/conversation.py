@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import DataConfig, names_fixing
-from maxbatch.data.stream.recipe import Fitted, Identity, Split
+from maxbatch.data.stream.recipe import Identity
+from maxbatch.data.stream.split import Fitted, Split
 from maxbatch.training.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:
     from maxbatch.data.store.conversations import Conversations
-    from maxbatch.data.store.token_store import Manifest
+    from maxbatch.data.store.store import Manifest
     from maxbatch.data.store.tokenizers import Tokenizer
 
 

@@ -16,13 +16,14 @@ from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import Value, shown
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError
 from maxbatch.data.store.conversations import Conversations, Texts, extras_of, messages_of
-from maxbatch.data.stream.recipe import Identity, Opened, Split
+from maxbatch.data.stream.recipe import Identity
+from maxbatch.data.stream.split import Opened, Split
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:
     from maxbatch.config.combined import ProgramsConfig
-    from maxbatch.data.store.token_store import Manifest
+    from maxbatch.data.store.store import Manifest
     from maxbatch.data.store.tokenizers import Tokenizer
     from maxbatch.data.stream.pair_rows import PairRows
     from maxbatch.training.update.gradients import Objective

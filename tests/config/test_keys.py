@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError, load_config
-from maxbatch.config import loading
-from maxbatch.config.base_yml import base_yml
+from maxbatch.config import base_yml as of_base
+from maxbatch.config.base_yml import base_path, base_yml
 from maxbatch.config.keys import Fixes, Key, Part
-from maxbatch.config.loading import base_path, configs_dir, keys
+from maxbatch.config.loading import keys
+from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import KEYS, SECTIONS, names_fixing, names_of
 from maxbatch.config.values import NUMBERS, TEXTS
 from maxbatch.config.yaml_file import entries
@@ -41,7 +42,7 @@ def test_an_edited_base_yml_is_refused_whether_it_is_named_or_not(
     is_named: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "base.yml").write_text(base_yml().replace("steps: 200", "steps: 300"))
-    monkeypatch.setattr(loading, "configs_dir", lambda: tmp_path)
+    monkeypatch.setattr(of_base, "configs_dir", lambda: tmp_path)
     with pytest.raises(
         ConfigError, match=r"base\.yml: differs from the table of keys.*works: a config file of your own"
     ):

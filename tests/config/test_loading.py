@@ -14,7 +14,8 @@ from ml_collections import ConfigDict
 
 from maxbatch import BatchPlan, load_config
 from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import configs_dir, dump_config, keys, resolve
+from maxbatch.config.loading import dump_config, keys, resolve
+from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import names_fixing
 from tests.helpers.configs import error_of, write
 from tests.helpers.huggingface_folders import WIDTH, tiny_llama_tensors, write_folder

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import BatchPlan, load_config
-from maxbatch.config.loading import configs_dir, keys
+from maxbatch.config.loading import keys
+from maxbatch.config.paths import configs_dir
 from maxbatch.huggingface.folder.config_json import model_keys
 from tests.helpers.published_models import PUBLISHED
 

@@ -11,7 +11,7 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.config.config import Config
-from maxbatch.config.loading import configs_dir
+from maxbatch.config.paths import configs_dir
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl import arithmetic
 from maxbatch.rl.prompts import PromptSource

@@ -10,7 +10,7 @@ import jax
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.loading import configs_dir
+from maxbatch.config.paths import configs_dir
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.rl import warm_start
 from maxbatch.training.pretraining import RunningPretraining

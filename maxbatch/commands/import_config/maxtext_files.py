@@ -27,7 +27,7 @@ from maxbatch.commands.import_config.shell import (
 )
 from maxbatch.commands.import_config.translation import Displaced, NameOfFile, Stated
 from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import configs_dir
+from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import NULLS, shown, shown_path
 from maxbatch.system.errors import ConfigError

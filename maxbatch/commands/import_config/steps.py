@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.loading import configs_dir
+from maxbatch.config.paths import configs_dir
 
 _OF_A_CHAT = re.compile(r"[-_](instruct|it|chat|base|hf|pt|bf16)\b", re.I)
 

@@ -14,7 +14,8 @@ import yaml
 
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.keys import Key
-from maxbatch.config.loading import configs_dir, keys, load_config
+from maxbatch.config.loading import keys, load_config
+from maxbatch.config.paths import configs_dir
 from maxbatch.config.unknown import hint
 from maxbatch.config.values import Bounds, Scalar, Value, nearest_name, shown
 from maxbatch.config.yaml_file import compose, pairs

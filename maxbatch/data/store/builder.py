@@ -27,11 +27,11 @@ from maxbatch.data.store.formats import CUTTING
 from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.shards import KeepShard, RemoteShards, Shard, ShardWriter
+from maxbatch.data.store.store import Manifest
 from maxbatch.data.store.token_store import (
     MANIFEST,
     OFFSETS,
     VERSION,
-    Manifest,
     TokenLayout,
     TokenStore,
     manifest_checksum,

@@ -15,8 +15,8 @@ from maxbatch.config.combined import StoreConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, recall, writing_cache
 from maxbatch.data.store.recipe import StoreRecipe
-from maxbatch.data.store.store import Store
-from maxbatch.data.store.token_store import Manifest, TokenStore, load_folder, open_folder, signatures, was_prepared
+from maxbatch.data.store.store import Manifest, Store
+from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path

@@ -34,7 +34,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.blocks import MappedFile
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
 from maxbatch.data.store.document_table import LocalTable
-from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens, readers
+from maxbatch.data.store.ranged_tokens import CheckedIds, MappedTokens, RangedTokens, readers
 from maxbatch.data.store.store import IDS, StoreFacts
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
@@ -160,33 +160,6 @@ class IndexTable(LocalTable):
         if last != self._layout.num_sequences:
             raise ValueError(f"its documents end at sequence {last} of {self._layout.num_sequences}")
         return content.hexdigest()
-
-
-class CheckedIds:
-    """Token ids that are compared with the vocabulary where they are read.
-
-    Args:
-      tokens: the ids.
-      vocab_size: ids are 0 to vocab_size - 1.
-      where: the file, for messages.
-    """
-
-    def __init__(self, tokens: MappedTokens | RangedTokens, vocab_size: int, where: AnyPath) -> None:
-        self._tokens, self._vocab_size, self._where = tokens, vocab_size, where
-        self.dtype = tokens.dtype
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, places: np.ndarray | slice) -> np.ndarray:
-        ids = self._tokens[places]
-        least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
-        if least < 0 or most >= 1 << 31:
-            raise ConfigError(f"{self._where}: holds {least if least < 0 else most}, which is no token id")
-        if most >= self._vocab_size:
-            rule = f"{self._where} holds the token id {most}, beyond the embedding"
-            raise ConfigError(f"vocab_size={self._vocab_size}: {rule}; works: vocab_size={most + 1} or more")
-        return ids
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from maxbatch.data.store.blocks import Blocks, MappedFile
+from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, is_remote
 from maxbatch.system.stores.store import MAX_REQUESTS
 
@@ -125,3 +126,30 @@ def _longest_step(steps: np.ndarray, num_wanted: int, itemsize: int) -> int:
 def readers() -> ThreadPoolExecutor:
     """Returns the threads that read ranges of objects; a job on them must not wait for another."""
     return ThreadPoolExecutor(MAX_REQUESTS, thread_name_prefix="maxbatch-tokens")
+
+
+class CheckedIds:
+    """Token ids that are compared with the vocabulary where they are read.
+
+    Args:
+      tokens: the ids.
+      vocab_size: ids are 0 to vocab_size - 1.
+      where: the file, for messages.
+    """
+
+    def __init__(self, tokens: MappedTokens | RangedTokens, vocab_size: int, where: AnyPath) -> None:
+        self._tokens, self._vocab_size, self._where = tokens, vocab_size, where
+        self.dtype = tokens.dtype
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, places: np.ndarray | slice) -> np.ndarray:
+        ids = self._tokens[places]
+        least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
+        if least < 0 or most >= 1 << 31:
+            raise ConfigError(f"{self._where}: holds {least if least < 0 else most}, which is no token id")
+        if most >= self._vocab_size:
+            rule = f"{self._where} holds the token id {most}, beyond the embedding"
+            raise ConfigError(f"vocab_size={self._vocab_size}: {rule}; works: vocab_size={most + 1} or more")
+        return ids

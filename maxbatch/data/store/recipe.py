@@ -11,7 +11,7 @@ from maxbatch.config.sections import DataConfig, names_fixing
 
 if TYPE_CHECKING:
     from maxbatch.data.store.conversations import Encoded
-    from maxbatch.data.store.token_store import Manifest
+    from maxbatch.data.store.store import Manifest
     from maxbatch.data.store.tokenizers import Tokenizer
 
 

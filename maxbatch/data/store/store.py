@@ -2,17 +2,40 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol, TypedDict
+from typing import TYPE_CHECKING, Protocol, Required, TypedDict
 
 if TYPE_CHECKING:
     import numpy as np
 
     from maxbatch.data.store.document_table import BlockTable
-    from maxbatch.data.store.megatron import CheckedIds
-    from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
+    from maxbatch.data.store.ranged_tokens import CheckedIds, MappedTokens, RangedTokens
     from maxbatch.system.storage import AnyPath
 
 IDS = "ids"  # the identity of the tokenizer of data that hold token ids
+
+
+class Manifest(TypedDict, total=False):
+    """The JSON of a token store; `TokenStore` describes its fields."""
+
+    version: Required[int]
+    content: Required[str]
+    documents: Required[int]
+    tokens: Required[int]
+    text_bytes: Required[int]
+    skipped_records: Required[int]
+    held_out: Required[list[int]]
+    tokenizer: Required[str]
+    vocab_size: int
+    dtype: Required[str]
+    bos: Required[list[int]]
+    eos: Required[list[int]]
+    hashed_as: Required[str]
+    trained_bit: int | None
+    conversations: dict[str, object]
+    sizes: Required[dict[str, int]]
+    offsets_crc32: Required[int]
+    signature: Required[str]
+    checksum: str
 
 
 class StoreFacts(TypedDict):

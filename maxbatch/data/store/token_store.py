@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Required, TypedDict, TypeGuard, cast
+from typing import TYPE_CHECKING, TypeGuard, cast
 
 import numpy as np
 
@@ -34,6 +34,7 @@ from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, 
 from maxbatch.data.store.document_table import BlockTable, MappedTable, RangedTable, WholeTable
 from maxbatch.data.store.file_contents import Contents, contents_of, known_contents
 from maxbatch.data.store.recipe import StoreRecipe
+from maxbatch.data.store.store import Manifest
 from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
@@ -91,30 +92,6 @@ class TokenLayout:
 def new_content_hash() -> hashlib.blake2b:
     """Returns a hash to update with the digests of documents; it does not depend on their files and jobs."""
     return hashlib.blake2b(digest_size=_DIGEST_BYTES)
-
-
-class Manifest(TypedDict, total=False):
-    """The JSON of a store; `_is_manifest` checks it, and `TokenStore` describes its fields."""
-
-    version: Required[int]
-    content: Required[str]
-    documents: Required[int]
-    tokens: Required[int]
-    text_bytes: Required[int]
-    skipped_records: Required[int]
-    held_out: Required[list[int]]
-    tokenizer: Required[str]
-    vocab_size: int
-    dtype: Required[str]
-    bos: Required[list[int]]
-    eos: Required[list[int]]
-    hashed_as: Required[str]
-    trained_bit: int | None
-    conversations: dict[str, object]
-    sizes: Required[dict[str, int]]
-    offsets_crc32: Required[int]
-    signature: Required[str]
-    checksum: str
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from maxbatch.config.combined import StreamConfig
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
 from maxbatch.data.store.store import Store
 from maxbatch.data.stream.overlong import refuse_overlong
-from maxbatch.data.stream.recipe import Fitted
 from maxbatch.data.stream.rows import Extents, RowSource
+from maxbatch.data.stream.split import Fitted
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 
 _VERSION = 3

@@ -16,8 +16,7 @@ import numpy as np
 
 from maxbatch.data.store.document_table import DocumentTable, WholeTable
 from maxbatch.data.store.heldout import Records
-from maxbatch.data.store.megatron import CheckedIds
-from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
+from maxbatch.data.store.ranged_tokens import CheckedIds, MappedTokens, RangedTokens
 from maxbatch.data.store.store import Store
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 

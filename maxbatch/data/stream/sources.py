@@ -26,8 +26,9 @@ from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
-from maxbatch.data.stream.recipe import Identity, Split, StreamRecipe
+from maxbatch.data.stream.recipe import Identity, StreamRecipe
 from maxbatch.data.stream.rows import RowSource
+from maxbatch.data.stream.split import Split
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.system.errors import ConfigError

@@ -11,7 +11,8 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import make_plan
-from maxbatch.config.loading import configs_dir, dump_config
+from maxbatch.config.loading import dump_config
+from maxbatch.config.paths import configs_dir
 from tests.helpers.measured_runs import factors, fake_run
 
 

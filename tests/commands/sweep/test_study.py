@@ -13,7 +13,7 @@ from maxbatch.cli import main
 from maxbatch.commands.sweep.command import forget_failed
 from maxbatch.commands.sweep.study import SweepStudy, check_combinations
 from maxbatch.commands.sweep.sweep_file import SweepFile
-from maxbatch.config.loading import configs_dir
+from maxbatch.config.paths import configs_dir
 from maxbatch.runs.sweep_folder import SweepFolder
 from tests.helpers.command import maxbatch
 from tests.helpers.sweeps import BASE, RATES, planned, write_evals, write_sweep
