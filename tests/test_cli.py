@@ -19,7 +19,7 @@ import maxbatch
 from maxbatch import ConfigError
 from maxbatch.cli import main, make_parser
 from maxbatch.commands import COMMANDS
-from maxbatch.commands.simulation import simulate_devices
+from maxbatch.commands.arguments import simulate_devices
 from tests.helpers.command import start
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_RUN

@@ -13,12 +13,15 @@ from typing import TYPE_CHECKING
 
 from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, Value, shown
+from maxbatch.system.cpu_devices import make_cpu_devices
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import error_width, folded, printable
 
 if TYPE_CHECKING:
     from maxbatch.config.config import Config
     from maxbatch.system.ray_cluster import RayCluster
+
+_MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 
 
 def add_config(parser: argparse.ArgumentParser, *others: str) -> None:
@@ -202,12 +205,16 @@ def add_simulated_devices(parser: argparse.ArgumentParser, purpose: str) -> None
     parser.add_argument("--simulate-devices", type=count, metavar="N", help=purpose)
 
 
-def make_simulated_devices(args: argparse.Namespace) -> None:
-    """Makes the CPU devices of `--simulate-devices`, if it is given; JAX must not be loaded yet."""
-    if args.simulate_devices:
-        from maxbatch.commands.simulation import simulate_devices
+def check_simulated_devices(num_devices: int) -> None:
+    """Raises ConfigError for more CPU devices than JAX makes in one process."""
+    check_at_most("--simulate-devices", num_devices, _MOST_DEVICES)
 
-        simulate_devices(args.simulate_devices)
+
+def simulate_devices(num_devices: int | None) -> None:
+    """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else; None: changes nothing."""
+    if num_devices is not None:
+        check_simulated_devices(num_devices)
+        make_cpu_devices(num_devices)
 
 
 def add_averaged(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from maxbatch.auditing.audit import LEAST, Audit, Verdict, audit
 from maxbatch.auditing.junit import junit_xml, junit_xml_of_error
 from maxbatch.auditing.resuming import ImportMake
 from maxbatch.auditing.trainer import Make
-from maxbatch.commands.arguments import add_simulated_devices, whole
+from maxbatch.commands.arguments import add_simulated_devices, simulate_devices, whole
 from maxbatch.config.user_function import import_function
 from maxbatch.config.values import shown
 from maxbatch.system.atomic_files import write_atomically
@@ -79,10 +79,7 @@ def _found(args: argparse.Namespace) -> Audit:
 def _auditing(spec: str, devices: int | None, path: list[str]) -> Callable[[Mapping[str, int]], Audit]:
     """Returns the audit of a trainer, in a process of its own: the trainer may end it, or print."""
     sys.path[:] = path
-    if devices:
-        from maxbatch.commands.simulation import simulate_devices
-
-        simulate_devices(devices)
+    simulate_devices(devices)
     try:
         make = import_function(spec)
     except ImportError as error:

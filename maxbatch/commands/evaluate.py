@@ -14,8 +14,8 @@ from maxbatch.commands.arguments import (
     add_simulated_devices,
     check_overrides,
     count,
-    make_simulated_devices,
     place,
+    simulate_devices,
     whole,
 )
 from maxbatch.system.errors import EXIT_DONE
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     check_overrides(args.overrides, "evaluate takes one MODEL")
     if not sys.stderr.isatty():
         os.environ.setdefault("TQDM_DISABLE", "1")  # the harness's bars
-    make_simulated_devices(args)
+    simulate_devices(args.simulate_devices)
     from maxbatch.harness import evaluate
     from maxbatch.loaded_model import LoadedModel
     from maxbatch.training.harness.tasks import check_installed

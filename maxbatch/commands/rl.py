@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from maxbatch.commands.arguments import config_of, make_simulated_devices
+from maxbatch.commands.arguments import config_of, simulate_devices
 from maxbatch.commands.refusing import refusing_together
 from maxbatch.commands.training_run import add_run_arguments, run_here, run_on_simulated_hosts
 from maxbatch.config.paths import configs_dir
@@ -27,7 +27,7 @@ def run(args: argparse.Namespace) -> int:
             )
     if args.simulate_hosts:
         return run_on_simulated_hosts("rl", args, config)
-    make_simulated_devices(args)
+    simulate_devices(args.simulate_devices)
     from maxbatch.rl.run import train_policy
 
     return run_here(config, train_policy)

@@ -7,13 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING, TypedDict
 
-from maxbatch.commands.arguments import (
-    add_averaged,
-    add_simulated_devices,
-    check_overrides,
-    make_simulated_devices,
-    place,
-)
+from maxbatch.commands.arguments import add_averaged, add_simulated_devices, check_overrides, place, simulate_devices
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
@@ -41,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the log-probabilities of every record, or the loss of each; returns the exit code."""
     check_overrides(args.overrides, "score takes one MODEL and one FILE")
     lines = _lines(args.file)
-    make_simulated_devices(args)
+    simulate_devices(args.simulate_devices)
     from maxbatch.loaded_model import LoadedModel, RecordFault
 
     try:

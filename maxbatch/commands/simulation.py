@@ -1,6 +1,6 @@
-"""Simulated machines: CPU devices in one process, and several hosts as processes over loopback.
+"""Simulated hosts: processes over loopback.
 
-The hosts use the collectives of a real cluster. `maxbatch train --simulate-hosts H` starts them as children; none
+They use the collectives of a real cluster. `maxbatch train --simulate-hosts H` starts them as children; none
 outlives it.
 """
 
@@ -14,16 +14,15 @@ import tempfile
 import time
 from collections.abc import Sequence
 
-from maxbatch.commands.arguments import check_at_most
+from maxbatch.commands.arguments import check_at_most, check_simulated_devices
 from maxbatch.parallel.deaths import LastSaved, death_of, silence_of
 from maxbatch.plan.mesh_shape import check_divides
 from maxbatch.system.child_process import is_stopped, last_line, start_child
-from maxbatch.system.cpu_devices import make_cpu_devices, variables_of_host
+from maxbatch.system.cpu_devices import variables_of_host
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError, report
 from maxbatch.system.ports import free_port
 from maxbatch.system.stopping import Stopping
 
-_MOST_DEVICES = 2048  # JAX fails to make about 4,000 CPU devices in one process
 _MOST_HOSTS = 64  # processes, each with JAX of its own
 _GRACE_S = 10  # time for the other hosts to end by themselves after one ended
 _STOPPED_S = 2  # time that a host may be stopped while others end early
@@ -32,15 +31,9 @@ _POLL_S = 0.05
 _GAP_S = 2  # time between two polls that means this process was stopped
 
 
-def simulate_devices(num_devices: int) -> None:
-    """Makes JAX, which must not be loaded yet, see that many CPU devices and nothing else."""
-    check_at_most("--simulate-devices", num_devices, _MOST_DEVICES)
-    make_cpu_devices(num_devices)
-
-
 def check_hosts(num_devices: int, num_hosts: int) -> None:
     """Raises ConfigError if the hosts are too many, or do not divide the devices."""
-    check_at_most("--simulate-devices", num_devices, _MOST_DEVICES)
+    check_simulated_devices(num_devices)
     check_at_most("--simulate-hosts", num_hosts, _MOST_HOSTS)
     check_divides("--simulate-hosts ", num_hosts, num_devices)
 

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, add_simulated_devices, config_of, count, make_simulated_devices
+from maxbatch.commands.arguments import add_config, add_simulated_devices, config_of, count, simulate_devices
 from maxbatch.config.config import Config
 from maxbatch.plan.batch import BatchPlan, check_batch_keys
 from maxbatch.plan.survival import Machine, smaller_machines
@@ -48,7 +48,7 @@ def config_before_devices(args: argparse.Namespace) -> Config:
     if args.topology and args.simulate_devices:
         raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
-    make_simulated_devices(args)
+    simulate_devices(args.simulate_devices)
     version = parse_slice(args.topology).version if args.topology else None
     state_flags(config.libtpu_flags, config.data_cache_dir, version)
     return config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from maxbatch.commands.arguments import config_of, make_simulated_devices
+from maxbatch.commands.arguments import config_of, simulate_devices
 from maxbatch.commands.refusing import refusing_together
 from maxbatch.commands.training_run import add_run_arguments, run_here, run_on_simulated_hosts
 from maxbatch.config.config import Config
@@ -29,14 +29,13 @@ def run(args: argparse.Namespace) -> int:
         return _try(config, args)
     if args.simulate_hosts:
         return run_on_simulated_hosts("train", args, config)
-    make_simulated_devices(args)
+    simulate_devices(args.simulate_devices)
     from maxbatch.training.pretraining import train
 
     return run_here(config, train)
 
 
 def _try(config: Config, args: argparse.Namespace) -> int:
-    from maxbatch.commands.simulation import simulate_devices
     from maxbatch.commands.trial_run import make_trial, try_run
 
     if args.simulate_devices or args.simulate_hosts:
