@@ -8,7 +8,7 @@ import re
 from maxbatch.commands.import_config.maxtext_data import DATA_CONDITIONS, DATA_RULES
 from maxbatch.commands.import_config.maxtext_defaults import follows, is_default
 from maxbatch.commands.import_config.maxtext_files import presets
-from maxbatch.commands.import_config.maxtext_model import MODEL_CHOICES, MODEL_CONDITIONS, MODEL_RULES
+from maxbatch.commands.import_config.maxtext_model import MODEL_CONDITIONS, MODEL_RULES
 from maxbatch.commands.import_config.maxtext_rl import RL_CONDITIONS, RL_RULES
 from maxbatch.commands.import_config.steps import take_orbax
 from maxbatch.commands.import_config.table import Format
@@ -20,6 +20,10 @@ from maxbatch.config.values import shown
 from maxbatch.plan.mesh_shape import AXES, axis_key
 
 _RAMP = {"per_device_batch_size_start": "4.0", "per_device_batch_size_increment": "2.0", "global_rampup_samples": "500"}
+_SPARSE = (  # its models with experts
+    "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b",
+    "deepseek3-671b",
+)  # fmt: skip
 _TARGETS = {"query": "query", "key": "key", "value": "value", "out": "out", "wi_0": "gate", "wi_1": "up", "wo": "down"}
 
 
@@ -43,7 +47,7 @@ def _profile(t: Translation, word: str) -> None:
 
 
 def _is_dense(t: Translation) -> bool:
-    return (t.number("num_experts") or 1) <= 1 and t.text("model_name") not in MODEL_CHOICES
+    return (t.number("num_experts") or 1) <= 1 and t.text("model_name") not in _SPARSE
 
 
 def _tensors(t: Translation, _: str) -> None:

@@ -23,45 +23,11 @@ _DEFAULTS = {
     "base_num_decoder_layers": "16", "head_dim": "128", "vocab_size": "32000", "logits_via_embedding": "false",
     "normalization_layer_epsilon": "1e-5", "rope_max_timescale": "10000",
 }  # fmt: skip
-# Names whose model in MaxText differs from our preset.
-_PRESET_DIFFERENCES = {
-    "gemma-2b": {"vocab_size": "256128"},
-    "gemma-7b": {"vocab_size": "256128"},
-    "gemma2-2b": {"vocab_size": "256128"},
-    "gemma2-9b": {"vocab_size": "256128"},
-    "gemma3-4b": {"vocab_size": "262144"},
-    "mixtral-8x7b": {"load_balance_loss_weight": "0"},
-    "mixtral-8x22b": {"load_balance_loss_weight": "0", "vocab_size": "32768"},
-    "qwen3-30b-a3b": {
-        "load_balance_loss_weight": "0",
-        "load_balance_scope": "sequence",
-        "rope_max_timescale": "10000000",
-    },
-    "deepseek3-671b": {
-        "load_balance_loss_weight": "0",
-        "routed_bias_update_rate": "0",
-        "n_routing_groups": "-1",
-        "topk_routing_group": "-1",
-    },
-    "qwen3-235b-a22b": {"load_balance_scope": "sequence", "rope_max_timescale": "5000000"},
-    "olmo3-7b": {"local_rope_max_timescale": "-1"},
-    "mistral-7b": {"attention_type": "global", "sliding_window_size": "0", "rope_max_timescale": "1000000"},
-}
-# Experts per token in MaxText's models, by name.
-MODEL_CHOICES = {
-    "gpt-oss-20b": 4, "gpt-oss-120b": 4, "mixtral-8x7b": 2, "mixtral-8x22b": 2, "qwen3-30b-a3b": 8,
-    "qwen3-235b-a22b": 8, "deepseek3-671b": 8,
-}  # fmt: skip
 
 
 def is_preset(t: Translation, _: str) -> bool:
     """Returns whether the model is one of our presets."""
     return t.text("model_name") in presets()
-
-
-def _preset(t: Translation, word: str) -> None:
-    name = t.text(word)
-    t.map(word, "our preset of these dimensions", model_name=name, **_PRESET_DIFFERENCES.get(name, {}))
 
 
 def _dimensions(t: Translation, _: str) -> None:
@@ -150,7 +116,7 @@ def _is_original_length(t: Translation, _: str) -> bool:
 
 
 MODEL_RULES: Mapping[str, Rule] = {
-    "preset": _preset, "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern, "sinks": _sinks,
+    "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern, "sinks": _sinks,
     "double_layers": _double_layers, "activations": _activations, "yarn": _yarn,
 }  # fmt: skip
 MODEL_CONDITIONS: Mapping[str, Condition] = {

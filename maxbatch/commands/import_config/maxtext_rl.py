@@ -11,8 +11,7 @@ from fractions import Fraction
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.maxtext_data import take_template
-from maxbatch.commands.import_config.prompts import without_balance
-from maxbatch.commands.import_config.steps import take_tokenizer
+from maxbatch.commands.import_config.steps import take_rewards, take_tokenizer, without_balance
 from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import keys
@@ -118,18 +117,13 @@ def _template(t: Translation, word: str) -> None:
 
 def _rewards(t: Translation, word: str) -> None:
     functions = [name.strip() for name in t.text("reward_functions").split(",") if name.strip()] or ["score"]
-    file = t.text(word) if word in t else "rewards.py"
-    reward = f"{file}:{functions[0]}"
-    if len(functions) > 1:
-        reward = ";".join(f"{file}:{name},1" for name in functions)
-    step = f"{file} with {', '.join(functions)}(prompt, response, record), which returns a number"
-    t.need(word, step, reward=reward)
+    take_rewards(t, word, t.text(word) if word in t else "rewards.py", functions)
 
 
 RL_RULES: Mapping[str, Rule] = {
     "unblock": _unblock, "pretraining": _pretraining, "sampling_mesh": _sampling_mesh, "updates": _updates,
     "held_out": _held_out, "files": _files, "tokenizer": _tokenizer, "template": _template, "rewards": _rewards,
-    "drop": lambda t, word: t.drop(word), "router": lambda t, _: without_balance(t),
+    "drop": lambda t, word: t.drop(word), "router": without_balance,
 }  # fmt: skip
 RL_CONDITIONS: Mapping[str, Condition] = {
     "is_rl": _is_rl,

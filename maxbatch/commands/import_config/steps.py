@@ -1,11 +1,11 @@
-"""Tokenizers, data sets, models and checkpoints, with the user's step that each needs."""
+"""Tokenizers, data sets, models, checkpoints and rewards, with the user's step that each needs."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.translation import Translation
@@ -92,3 +92,19 @@ def take_orbax(t: Translation, word: str) -> None:
         "hardware=cpu skip_jax_distributed_system=true"
     )
     t.need(word, f"MaxText's checkpoints are converted by its own {command}", load_parameters_path=folder)
+
+
+def take_rewards(t: Translation, word: str, file: str, functions: Sequence[str], weights: Sequence[str] = ()) -> None:
+    """Takes the rewards, functions of the user, with optional `weights`, one per function."""
+    reward = f"{file}:{functions[0]}"
+    if len(functions) > 1 or weights:
+        pairs = zip(functions, weights or ["1"] * len(functions), strict=True)
+        reward = ";".join(f"{file}:{name},{weight}" for name, weight in pairs)
+    step = f"{file} with {', '.join(functions)}(prompt, response, record), which returns a number"
+    t.need(word, step, reward=reward)
+
+
+def without_balance(t: Translation, _: str) -> None:
+    """Switches off the router losses of a preset; reinforcement learning has none."""
+    if "model_name" in t.settings:
+        t.settings["load_balance_loss_weight"] = "0"

@@ -5,19 +5,12 @@ from __future__ import annotations
 from collections.abc import Container, Mapping
 
 from maxbatch.commands.import_config import hf
-from maxbatch.commands.import_config.prompts import (
-    PROMPTS,
-    take_chunk,
-    take_rewards,
-    take_sampling,
-    take_target_length,
-    whole,
-    without_balance,
-)
-from maxbatch.commands.import_config.steps import take_dataset
+from maxbatch.commands.import_config.steps import take_dataset, take_rewards, without_balance
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
+from maxbatch.plan.divisors import divisors
 
+_MOST = 2**31  # prompts, responses or tokens
 PROCESSES = "num_processes"  # Accelerate's word for the devices of all machines
 _OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generation", "max_completion_length")
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
@@ -28,29 +21,35 @@ def is_of_responses(words: Container[str]) -> bool:
     return any(word in words for word in _OF_RESPONSES)
 
 
+def _whole(t: Translation, word: str) -> int | None:
+    """Returns a word's value as a whole number from 1 to _MOST, or None."""
+    number = t.number(word)
+    return int(number) if number is not None and 1 <= number <= _MOST and number.is_integer() else None
+
+
 def _processes(t: Translation, word: str) -> None:
-    t.devices = t.devices or whole(t, word)
+    t.devices = t.devices or _whole(t, word)
     t.ignore(word, f"its batch is counted on {t.devices} devices; here devices are found when the run starts")
 
 
 def _sizes(t: Translation) -> Mapping[str, int] | None:
     """Returns rows per device, passes per update and per batch, and completions of both; None if not stated."""
-    rows, passes = whole(t, _BATCH[0]), whole(t, _BATCH[1])
+    rows, passes = _whole(t, _BATCH[0]), _whole(t, _BATCH[1])
     if t.devices is None or rows is None or passes is None:
         return None
     of_pass = rows * t.devices
     if "generation_batch_size" in t:
-        per_batch, rest = divmod(whole(t, "generation_batch_size") or 0, of_pass)
+        per_batch, rest = divmod(_whole(t, "generation_batch_size") or 0, of_pass)
         per_batch = 0 if rest else per_batch
     else:
-        per_batch = whole(t, "steps_per_generation") or passes if "steps_per_generation" in t else passes
+        per_batch = _whole(t, "steps_per_generation") or passes if "steps_per_generation" in t else passes
     return {"rows": rows, "passes": passes, "per_batch": per_batch, "update": of_pass * passes,
             "batch": of_pass * per_batch}  # fmt: skip
 
 
 def _batch(t: Translation, _: str) -> None:
     """Takes the batch."""
-    group, iterations = whole(t, "num_generations"), whole(t, "num_iterations")
+    group, iterations = _whole(t, "num_generations"), _whole(t, "num_iterations")
     words = [word for word in _BATCH if word in t or word in _BATCH[:2]]
     sizes, fault = _sizes(t), ""
     if t.devices is None:
@@ -75,8 +74,21 @@ def _batch(t: Translation, _: str) -> None:
     mixed = "; an update there has completions of the batch at random, here its prompts in order"
     t.map(words[0], counted + (mixed if batch > update else ""), **prompts)
     t.settings |= prompts
-    take_chunk(t, words[0], sizes["rows"], t.devices or 1, update // group, group)
+    _chunk(t, words[0], sizes["rows"], t.devices or 1, update // group, group)
     t.updates = batch // update * iterations
+
+
+def _chunk(t: Translation, word: str, rows: int, devices: int, prompts: int, group: int) -> None:
+    """Takes a word as the pairs of a chunk: whole groups of an update's prompts, at most `rows` per device."""
+    chunks = [divisor * group for divisor in divisors(prompts)]
+    even = [pairs for pairs in chunks if pairs % devices == 0] or chunks
+    within = [pairs for pairs in even if pairs <= rows * devices]
+    pairs = within[-1] if within else even[0]
+    why = f"{rows} rows x {devices}"
+    if pairs != rows * devices:
+        bound = "at most" if within else "more than"
+        why = f"{bound} {why}, in whole groups of {group} that divide an update; the update does not depend on it"
+    t.map(word, why, micro_batch_size=str(pairs))
 
 
 def _uneven(sizes: Mapping[str, int], group: int, iterations: int) -> str:
@@ -94,14 +106,31 @@ def _uneven(sizes: Mapping[str, int], group: int, iterations: int) -> str:
 
 
 def _lengths(t: Translation, _: str) -> None:
-    if "max_prompt_length" in t:
-        take_target_length(t, "max_prompt_length", "max_completion_length")
+    """Takes the bounds of a prompt and of a response; their sum bounds a row."""
+    prompt, response, why = "max_prompt_length", "max_completion_length", ""
+    if prompt not in t:
+        t.assume({prompt: "512"})
+        total, answer = _whole(t, "vllm_max_model_length"), _whole(t, response)
+        if total and answer and total > answer:
+            t.assume({prompt: str(total - answer)})
+        why = "TRL bounds no prompt: state the most tokens of a prompt; a longer one is refused when the run starts"
+    bounds = {word: _whole(t, word) for word in (prompt, response)}
+    if None in bounds.values():
+        for word, bound in bounds.items():
+            if bound is None:
+                t.refuse(word, "a number of tokens", is_essential=True)
         return
-    t.assume({"max_prompt_length": "512"})
-    total, response = whole(t, "vllm_max_model_length"), whole(t, "max_completion_length")
-    if total and response and total > response:
-        t.assume({"max_prompt_length": str(total - response)})
-    take_target_length(t, "max_prompt_length", "max_completion_length", f"TRL bounds no prompt: state {PROMPTS}")
+    (t.need if why else t.map)(prompt, why, max_prefill_predict_length=str(bounds[prompt]))
+    t.map(response, f"{prompt} + {response}", max_target_length=str(sum(filter(None, bounds.values()))))
+
+
+def _sampling(t: Translation, _: str) -> None:
+    """Takes the sampling settings; -1 and null mean all tokens."""
+    number, k = t.number("temperature"), t.number("top_k")
+    why = "the ratio is of probabilities at temperature 1 here, of the sampled ones there"
+    t.map("temperature", "" if number in (None, 1.0) else why, decode_sampling_temperature=t.text("temperature"))
+    t.map("top_k", decode_sampling_top_k="0" if k is None or k < 0 else t.text("top_k"))
+    t.map("top_p", decode_sampling_nucleus_p=t.text("top_p"))
 
 
 def _whole_batches(t: Translation, _: str) -> None:
@@ -149,9 +178,9 @@ FORMAT = Format(
         "processes": _processes,
         "batch": _batch,
         "lengths": _lengths,
-        "sampling": lambda t, _: take_sampling(t, "temperature", "top_k", "top_p"),
+        "sampling": _sampling,
         "data": _data,
-        "router": lambda t, _: without_balance(t),
+        "router": without_balance,
         "whole_batches": _whole_batches,
     },
     {"has_minibatches": lambda t, _: int(t.settings.get("num_minibatches", "1")) > 1},
