@@ -166,7 +166,7 @@ def _survival(config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: 
 
     machine = Machine(plan.num_devices, plan.num_hosts, args.slices)
     rows = survivors(config, machine, args.survive, epoch, args.topology)
-    batches = {row.batch.global_batch_size_to_train_on for row in rows if row.batch.refusal is None}
+    batches = {row.plan.global_batch_size_to_train_on for row in rows if row.plan}
     if len(batches) > 1:
         note("warning: the batch is stated per device, so that a smaller machine trains on a smaller batch; "
              f"global_batch_size={plan.global_batch_size_to_train_on} keeps it")  # fmt: skip

@@ -5,12 +5,20 @@ from __future__ import annotations
 from fractions import Fraction
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxbatch.plan.survival import Machine, SurvivalRow, smaller_machines, survival_row
+from maxbatch.plan.batch import BatchPlan
+from maxbatch.plan.survival import Machine, smaller_machines
+from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from maxbatch.config.config import Config
+
+
+_OF_BATCH = (
+    "global_batch_size_to_train_on", "per_device_batch_size", "gradient_accumulation_steps",
+    "micro_batch_size_to_train_on", "padded_slots_per_step", "padded_share",
+)  # fmt: skip
 
 
 class UpdateFigures(NamedTuple):
@@ -25,27 +33,30 @@ class UpdateFigures(NamedTuple):
 class SurvivingMachine(NamedTuple):
     """A row of `--survive`."""
 
-    batch: SurvivalRow
+    machine: Machine
+    plan: BatchPlan | None  # None if the run is refused there
+    refusal: str | None  # why; None if it is not
     figures: UpdateFigures | None  # None without `--topology`, or if the run is refused or the slice is not whole
 
     def to_dict(self) -> dict[str, object]:
         """Returns the row for `plan --json`."""
-        numbers = {
-            name: float(value) if isinstance(value, Fraction) else value for name, value in self.batch._asdict().items()
-        }
-        return numbers | (self.figures._asdict() if self.figures else {})
+        machine = self.machine
+        numbers = {"slices": machine.num_slices, "hosts": machine.num_hosts, "devices": machine.num_devices}
+        batch = {name: getattr(self.plan, name, None) for name in _OF_BATCH}
+        batch = {name: float(value) if isinstance(value, Fraction) else value for name, value in batch.items()}
+        return numbers | batch | {"refusal": self.refusal} | (self.figures._asdict() if self.figures else {})
 
 
 def topology_machine(config: Config, topology: str, num_slices: int) -> tuple[Config, Machine]:
     """Returns the config with the compiler flags of a topology's chip, and the topology's slices as numbers."""
-    from maxbatch.training.compile.flags import flags_in_force, state_flags
+    from maxbatch.commands.targets import with_flags_of
+    from maxbatch.training.compile.flags import state_flags
     from maxbatch.training.compile.target import find_target
     from maxbatch.training.compile.topology import parse_slice
 
     state_flags(config.libtpu_flags, config.data_cache_dir, parse_slice(topology).version)
     target = find_target(topology, num_slices)
-    config = config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, target.devices)})
-    return config, Machine(len(target.devices), target.num_hosts, num_slices)
+    return with_flags_of(config, target), Machine(len(target.devices), target.num_hosts, num_slices)
 
 
 def survivors(
@@ -58,10 +69,19 @@ def survivors(
     """
     found = []
     for left in smaller_machines(machine, survive):
-        row = survival_row(config.plan, left, samples_per_epoch)
+        try:
+            plan = BatchPlan.from_config(
+                config, left.num_devices, left.num_hosts, num_slices=left.num_slices,
+                samples_per_epoch=samples_per_epoch,
+            )  # fmt: skip
+        except ConfigError as error:
+            found.append(SurvivingMachine(left, None, str(error), None))
+            continue
         # The compiler knows no part of a slice.
-        has_program = topology and row.refusal is None and (machine.num_slices > 1 or left == machine)
-        found.append(SurvivingMachine(row, _figures(config, topology, left.num_slices) if has_program else None))
+        has_program = topology and (machine.num_slices > 1 or left == machine)
+        found.append(
+            SurvivingMachine(left, plan, None, _figures(config, topology, left.num_slices) if has_program else None)
+        )
     return found
 
 
@@ -87,20 +107,20 @@ def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
     heads = ["slices", "hosts", "devices", "rows per device", "accumulation", "global batch", "padded share"]
     heads += ["needed", "available", "modelled step"] if is_compiled else []
     table = PlainTable(*heads, justify="right")
-    for row, figures in rows:
-        cells = [number_text(value) for value in (
-            row.slices, row.hosts, row.devices, row.per_device_batch_size, row.gradient_accumulation_steps,
-            row.global_batch_size_to_train_on,
-        )]  # fmt: skip
-        cells.append("refused" if row.padded_share is None else f"{row.padded_share:.2%}")
-        cells += _figure_cells(figures) if is_compiled else []
-        table.add_row(*cells)
+    of_batch = (*_OF_BATCH[1:3], _OF_BATCH[0])
+    for row in rows:
+        machine, plan = row.machine, row.plan
+        numbers = (machine.num_slices, machine.num_hosts, machine.num_devices)
+        cells = [number_text(value) for value in (*numbers, *(getattr(plan, name, None) for name in of_batch))]
+        cells.append(f"{plan.padded_share:.2%}" if plan else "refused")
+        table.add_row(*cells, *(_figure_cells(row.figures) if is_compiled else []))
     console.print()
     console.print(table)
-    for row, _ in rows:
+    for row in rows:
         if row.refusal:
-            machine = f"{row.slices} slices" if row.slices > 1 else f"{row.hosts} hosts"
-            console.print(f"refused on {machine}: {row.refusal}", soft_wrap=True)
+            machine = row.machine
+            left = f"{machine.num_slices} slices" if machine.num_slices > 1 else f"{machine.num_hosts} hosts"
+            console.print(f"refused on {left}: {row.refusal}", soft_wrap=True)
 
 
 def _figure_cells(figures: UpdateFigures | None) -> list[str]:

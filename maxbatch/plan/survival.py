@@ -1,12 +1,9 @@
-"""The same run on fewer slices or hosts: the batch on each smaller machine."""
+"""A machine in numbers, and the machines that remain when slices or hosts are lost."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-from maxbatch.config.combined import PlanConfig
-from maxbatch.config.values import Number, exact, plain_number
-from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import check_divides
 from maxbatch.system.errors import ConfigError
 
@@ -36,21 +33,6 @@ class Machine(NamedTuple):
         return Machine(self.num_devices // whole * left, self.num_hosts // whole * left, slices)
 
 
-class SurvivalRow(NamedTuple):
-    """A machine and its last stage's batch; its fields are those of `plan --json`."""
-
-    slices: int
-    hosts: int
-    devices: int
-    global_batch_size_to_train_on: int | None  # None, like all numbers below, if the run is refused
-    per_device_batch_size: Number | None
-    gradient_accumulation_steps: int | None
-    micro_batch_size_to_train_on: int | None
-    padded_slots_per_step: int | None
-    padded_share: float | None
-    refusal: str | None  # why the run is refused; None if it is not
-
-
 def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
     """Returns a machine, and the machines without 1 to `survive` of its slices or hosts.
 
@@ -69,25 +51,3 @@ def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
         raise ConfigError(f"--survive {survive}: needs slices of as many hosts each, and {machine.num_hosts} hosts "
                           f"are not divisible by {whole} slices; works: --hosts {whole}")  # fmt: skip
     return [machine.without(lost) for lost in range(survive + 1)]
-
-
-def survival_row(config: PlanConfig, machine: Machine, samples_per_epoch: int | None) -> SurvivalRow:
-    """Returns the batch of a run on a machine, or why it is refused there."""
-    place = (machine.num_slices, machine.num_hosts, machine.num_devices)
-    try:
-        plan = BatchPlan.from_config(
-            config, machine.num_devices, machine.num_hosts, num_slices=machine.num_slices,
-            samples_per_epoch=samples_per_epoch,
-        )  # fmt: skip
-    except ConfigError as error:
-        return SurvivalRow(*place, None, None, None, None, None, None, str(error))
-    return SurvivalRow(
-        *place,
-        plan.global_batch_size_to_train_on,
-        plain_number(exact(plan.per_device_batch_size)),
-        plan.gradient_accumulation_steps,
-        plan.micro_batch_size_to_train_on,
-        plan.padded_slots_per_step,
-        plan.padded_share,
-        None,
-    )

@@ -8,22 +8,25 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.commands.surviving import survivors
 from maxbatch.plan.batch import BatchPlan
-from maxbatch.plan.survival import Machine, smaller_machines, survival_row
+from maxbatch.plan.survival import Machine, smaller_machines
 
 
 def test_a_row_is_the_plan_of_a_run_on_that_machine() -> None:
     config = load_config(
         overrides=["global_batch_size=1024", "per_device_batch_size=3", "batch_padding=true", "dcn_data_parallelism=-1"]
     )
-    for machine in smaller_machines(Machine(256, 64, 4), 3):
-        row = survival_row(config.plan, machine, None)
+    for row in survivors(config, Machine(256, 64, 4), 3, None, None):
+        machine, found = row.machine, row.to_dict()
         plan = BatchPlan.from_config(config, *machine[:2], num_slices=machine.num_slices)
-        assert row[:3] == (machine.num_slices, machine.num_hosts, machine.num_devices)
-        assert (row.gradient_accumulation_steps, row.padded_share, row.refusal) == (
-            plan.gradient_accumulation_steps, plan.padded_share, None
-        )  # fmt: skip
-        assert row.global_batch_size_to_train_on == 1024, "the batch is the same on every machine"
+        assert (found["slices"], found["hosts"], found["devices"]) == (
+            machine.num_slices,
+            machine.num_hosts,
+            machine.num_devices,
+        )
+        assert all(found[name] == getattr(plan, name) for name in ("gradient_accumulation_steps", "padded_share"))
+        assert found["global_batch_size_to_train_on"] == 1024, "the batch is the same on every machine"
 
 
 def test_what_a_machine_loses_are_slices_and_hosts_where_there_is_one_slice() -> None:
