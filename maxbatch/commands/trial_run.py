@@ -66,7 +66,7 @@ class TinyRun(NamedTuple):
 
 def make_trial(config: Config) -> TinyRun:
     """Returns a tiny run of the form of a config: each axis of its mesh that is not 1 has two devices."""
-    sizes = {axis: 2 if _is_used(config, axis) else 1 for axis in AXES}
+    sizes = {axis: 1 if config[axis_key("ici", axis)] == config[axis_key("dcn", axis)] == 1 else 2 for axis in AXES}
     mesh = {axis: size for axis, size in sizes.items() if size > 1}
     texts = {recipe.key: False for recipe in Recipe.flagged()}  # synthetic data have no records
     stated = config.to_dict() | _REPLACED | texts | _model_keys(config, sizes["pipeline"]) | _batch_keys(config, sizes)
@@ -76,10 +76,6 @@ def make_trial(config: Config) -> TinyRun:
     stated["eval_fraction"] = 0.1 if has_held_out else 0
     stated["eval_interval"] = _STEPS // 2 if config.eval_interval > 0 else -1
     return TinyRun(stated, mesh)
-
-
-def _is_used(config: Config, axis: str) -> bool:
-    return any(config[axis_key(network, axis)] != 1 for network in ("ici", "dcn"))
 
 
 def _model_keys(config: Config, stages: int) -> dict[str, object]:

@@ -107,7 +107,8 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
     group, updates = config.prompts.num_generations, _updates_per_batch(config.prompts)
     if batch % config.prompts.num_minibatches:
         rule = f"must divide batch_size={batch}: every update trains on as many prompts"
-        raise Refusal(config, "num_minibatches", rule, {"num_minibatches": _divisor(batch, config)})
+        nearest = nearest_divisor(batch, config.prompts.num_minibatches) or 1
+        raise Refusal(config, "num_minibatches", rule, {"num_minibatches": nearest})
     _check_filter(config, batch, updates)
     a_sample = "must not be stated beside batch_size, since a sample is a prompt"
     if config.length.train_tokens is not None:
@@ -137,10 +138,6 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
 
 def _updates_per_batch(prompts: PromptBatchConfig) -> int:
     return prompts.num_minibatches * prompts.num_iterations
-
-
-def _divisor(whole: int, config: PlanConfig) -> int:
-    return nearest_divisor(whole, config.prompts.num_minibatches, 1) or 1
 
 
 def _most_prompts(prompts: PromptBatchConfig, batch: int) -> int | None:

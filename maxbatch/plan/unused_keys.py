@@ -52,7 +52,8 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
     if config.mesh.num_pipeline_microbatches > 1 and mesh.num_pipeline_stages == 1:
         parts = stated(config, "num_pipeline_microbatches")
         yield f"{parts} has no effect without pipeline stages (ici_pipeline_parallelism or dcn_pipeline_parallelism)"
-    if manager.total_steps and config.rates.warmup_steps_fraction and not manager.position_after(_last(manager)):
+    before_last = max((manager.total_steps or 1) - 1, manager.anchor[0])
+    if manager.total_steps and config.rates.warmup_steps_fraction and not manager.position_after(before_last):
         yield (
             f"every rate of the run is 0, so nothing is learned: {stated(config, 'warmup_steps_fraction')} warms up "
             "from 0, and all updates start at sample 0; works: warmup_steps_fraction=0"
@@ -67,11 +68,6 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
     if config.prompts.max_prompts_per_batch is not None and not config.prompts.filter_groups:
         yield f"{stated(config, 'max_prompts_per_batch')} has no effect without filter_groups=true, which it bounds"
     yield from _stages_without_updates(config, manager)
-
-
-def _last(manager: RampupBatchManager) -> int:
-    """Returns the updates before the last one."""
-    return max((manager.total_steps or 1) - 1, manager.anchor[0])
 
 
 def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> Iterator[str]:

@@ -53,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         if smaller:
             raise ConfigError(f"--write {shown_path(args.write)}: must not be given beside --survive, whose machines "
                               "may need different keys; works: --write without --survive")  # fmt: skip
-    from maxbatch.commands.fit.surviving import refusal_of, render_fitted, row_of
+    from maxbatch.commands.fit.surviving import FittedMachine, render_fitted
     from maxbatch.commands.fit.view import record, show
 
     if target.memory_bytes is None:
@@ -68,16 +68,15 @@ def run(args: argparse.Namespace) -> int:
     if not search.choices:
         raise _nothing_fits(search.ways, target)
     choices, wanted = search.choices, search.wanted
-    rows = [row_of(target, args.slices, wanted, choices[0])]
+    rows = [FittedMachine(target, args.slices, wanted, choices[0], None)]
     for left, num_slices in smaller:
         try:
             found = _search(config, left, args, say)
-            if found.choices:
-                rows.append(row_of(left, num_slices, found.wanted, found.choices[0]))
-            else:
-                rows.append(refusal_of(left, num_slices, _too_large(found.ways, left)))
+            best = found.choices[0] if found.choices else None
+            refusal = None if best else _too_large(found.ways, left)
         except ConfigError as error:
-            rows.append(refusal_of(left, num_slices, str(error)))
+            best, refusal = None, str(error)
+        rows.append(FittedMachine(left, num_slices, wanted, best, refusal))
     if args.write:
         write_choice(Path(args.write), config, choices[0].keys(wanted))
     if args.json:
@@ -166,11 +165,8 @@ def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) ->
 
 def _least(ways: Sequence[Way]) -> Verdict:
     """Returns the verdict on the compiled program that needs the least memory."""
-    return min((asked.verdict for way in ways for asked in way.oracle.asked.values()), key=_needed)
-
-
-def _needed(verdict: Verdict) -> int:
-    return verdict.needed_bytes or 2**63
+    verdicts = (asked.verdict for way in ways for asked in way.oracle.asked.values())
+    return min(verdicts, key=lambda verdict: verdict.needed_bytes or 2**63)
 
 
 def _nothing_fits(ways: Sequence[Way], target: Target) -> TrainingError:

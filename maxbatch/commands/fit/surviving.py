@@ -16,30 +16,35 @@ from maxbatch.training.compile.target import Target
 class FittedMachine(NamedTuple):
     """A machine with its best choice."""
 
+    target: Target
     slices: int
-    hosts: int
-    devices: int
-    refusal: str | None  # why the run is refused there, or does not fit; None if it runs
+    wanted: Wanted
     choice: Choice | None
-    keys: str  # the keys that the choice changes, as overrides
+    refusal: str | None  # why the run is refused there, or does not fit; None if it runs
 
     def to_dict(self) -> dict[str, object]:
         """Returns the row for `--json`."""
-        found: dict[str, object] = self.choice.to_dict() if self.choice else {}
+        found = self.choice.to_dict() if self.choice else {}
+        devices = len(self.target.devices)
         return {
-            "slices": self.slices, "hosts": self.hosts, "devices": self.devices, "refusal": self.refusal, **found,
+            "slices": self.slices, "hosts": self.target.num_hosts, "devices": devices, "refusal": self.refusal, **found,
         }  # fmt: skip
 
-
-def row_of(target: Target, num_slices: int, wanted: Wanted, choice: Choice) -> FittedMachine:
-    """Returns the row of a machine on which a choice fits."""
-    stated = " ".join(f"{name}={keys()[name].write(value)}" for name, value in choice.keys(wanted).items())
-    return FittedMachine(num_slices, target.num_hosts, len(target.devices), None, choice, stated)
-
-
-def refusal_of(target: Target, num_slices: int, refusal: str) -> FittedMachine:
-    """Returns the row of a machine that cannot run the model or its batch, or on which nothing fits."""
-    return FittedMachine(num_slices, target.num_hosts, len(target.devices), refusal, None, "")
+    def cells(self) -> list[str]:
+        """Returns the cells of the table."""
+        cells = [number_text(self.slices), number_text(len(self.target.devices))]
+        if self.choice is None:
+            return [*cells, "-", "refused", "-", "-", ""]
+        seconds = self.choice.modelled.modelled_step_s
+        changes = self.choice.keys(self.wanted)
+        return [
+            *cells,
+            number_text(self.choice.shape.max_micro_batches),
+            f"{self.choice.padded_share:.2%}",
+            gigabytes(self.choice.verdict.needed_bytes),
+            "-" if seconds is None else f"{seconds * 1e3:,.1f} ms",
+            " ".join(f"{name}={keys()[name].write(value)}" for name, value in changes.items()),
+        ]
 
 
 def render_fitted(rows: Sequence[FittedMachine]) -> None:
@@ -48,21 +53,9 @@ def render_fitted(rows: Sequence[FittedMachine]) -> None:
     heads = ("slices", "devices", "passes", "padded share", "needed", "modelled step", "keys")
     table = PlainTable(*heads, justify="right")
     for row in rows:
-        table.add_row(number_text(row.slices), number_text(row.devices), *_cells(row.choice), row.keys)
+        table.add_row(*row.cells())
     console.print()
     console.print(table)
     for row in rows:
         if row.refusal:
             console.print(f"refused on {row.slices} slices: {row.refusal}", soft_wrap=True)
-
-
-def _cells(choice: Choice | None) -> list[str]:
-    if choice is None:
-        return ["-", "refused", "-", "-"]
-    seconds = choice.modelled.modelled_step_s
-    return [
-        number_text(choice.shape.max_micro_batches),
-        f"{choice.padded_share:.2%}",
-        gigabytes(choice.verdict.needed_bytes),
-        "-" if seconds is None else f"{seconds * 1e3:,.1f} ms",
-    ]

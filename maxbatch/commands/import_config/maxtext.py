@@ -66,15 +66,13 @@ def _repeats(t: Translation, _: str) -> None:
     if t.text(word) not in ("-1", ""):
         return
     if stages[0] * stages[1] > 1:
-        layers = t.number("base_num_decoder_layers") or _preset_layers(t.text("model_name"))
+        name = t.text("model_name")
+        named = [f"model_name={name}"] if name in presets() else []
+        layers = t.number("base_num_decoder_layers") or load_config(overrides=named).base_num_decoder_layers
         each = int(stages[0] * stages[1] * (t.number("num_layers_per_pipeline_stage") or 1))
         t.map(word, "layers / (stages x layers of a stage)", num_pipeline_repeats=str(layers // each))
     elif word in t:
         t.ignore(word, "there is no pipeline")
-
-
-def _preset_layers(name: str) -> int:
-    return int(load_config(overrides=[f"model_name={name}"] if name in presets() else []).base_num_decoder_layers)
 
 
 def _mesh(t: Translation, _: str) -> None:
