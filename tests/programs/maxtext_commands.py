@@ -322,8 +322,8 @@ def outcomes(name: str, text: str, folder: Path, configs: Path) -> Iterator[Outc
     path.write_text(text)
     shells = Counter(bash_commands(text))
     try:
-        read = [command for words in shell.commands_of(path) if TRAINS.search((command := _command(words)).program)]
-        numbers = [i for i, words in enumerate(shell.commands_of(path), 1) if TRAINS.search(_command(words).program)]
+        found = [(i, one) for i, one in enumerate(shell.commands_of(path), 1) if TRAINS.search(one.program)]
+        numbers, read = [i for i, _ in found], [Command(one.program, tuple(one.arguments)) for _, one in found]
     except ConfigError as error:
         read, numbers = [], []
         if shells:
@@ -348,11 +348,6 @@ def _is_same_word(one: str, other: str) -> bool:
     """Returns whether a word is the same, its value is unknown to the importer, or both are a YAML file of one name."""
     is_file = one.endswith(".yml") and "=" not in one and Path(one).name == Path(other).name
     return one == other or is_file or ("$" in other and one.partition("=")[0] == other.partition("=")[0])
-
-
-def _command(words: list[str]) -> Command:
-    arguments = shell.arguments_of(words)
-    return Command(words[max(0, len(words) - len(arguments) - 1)], tuple(arguments))
 
 
 def _became(path: Path, number: int, command: Command, configs: Path) -> tuple[str, str]:

@@ -127,7 +127,8 @@ def translated(
     form = FORMATS[name]
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
-    if name == "trl" and not reading.is_yaml(path) and (processes := shell.launched_processes(path, command)):
+    counts_processes = name == "trl" and not reading.is_yaml(path)
+    if counts_processes and (processes := shell.read_command(path, command).processes(shown_path(path))):
         words.setdefault(trl.PROCESSES, str(processes))
     translation = Translation(words, form.defaults, name, devices)
     form.translate(translation)
@@ -151,7 +152,7 @@ def _text(value: Stated) -> str:
 def _read(path: Path, command: int | None) -> dict[str, Stated]:
     if reading.is_yaml(path):
         return reading.renamed(reading.read_yaml(path), shown_path(path))
-    return shell.settings_of(shell.read_line(path, command), shown_path(path))
+    return shell.settings_of(shell.read_command(path, command).arguments, shown_path(path))
 
 
 def recognised_format(path: Path, command: int | None = None) -> str:

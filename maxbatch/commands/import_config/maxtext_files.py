@@ -17,14 +17,7 @@ from maxbatch.commands.import_config.maxtext_defaults import (
     words_of_model,
 )
 from maxbatch.commands.import_config.reading import is_yaml, read_yaml
-from maxbatch.commands.import_config.shell import (
-    UNSET,
-    config_file_of,
-    is_config_file,
-    program_of,
-    read_line,
-    settings_of,
-)
+from maxbatch.commands.import_config.shell import UNSET, config_file_of, is_config_file, read_command, settings_of
 from maxbatch.commands.import_config.translation import Displaced, NameOfFile, Stated
 from maxbatch.config.keys import Fixes
 from maxbatch.config.paths import configs_dir
@@ -50,7 +43,8 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
     if is_yaml(path):
         words = _chain(path) if path.name != BASE else dict(read_yaml(path))
     else:
-        line = read_line(path, command)
+        run = read_command(path, command)
+        line = run.arguments
         if len(files := [word for word in line if is_config_file(word)]) > 1:
             both = " and ".join(map(shown, files[:2]))
             raise ConfigError(f"{shown_path(path)}: a command has the words of {both}, and one config comes out")
@@ -59,7 +53,7 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         named = config_file_of(line)
         if bare := ", ".join(unset[1] for word in line if (unset := UNSET.fullmatch(word))):
             notes.append(f"{shown_path(path)} does not set {bare}, which may hold words of the command: none are read")
-        words, note = _words_of_file(path, named, program_of(path, command), "per_device_batch_size" in own)
+        words, note = _words_of_file(path, named, run.program, "per_device_batch_size" in own)
         notes += [note] if note else []
         words = {word: value for word, value in words.items() if not _is_stated(word, own)}
     name = str((words | own).get("model_name", "default")).strip()

@@ -7,6 +7,7 @@ import re
 import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from maxbatch.commands.import_config.reading import state, text_of
 from maxbatch.commands.import_config.translation import Stated
@@ -49,11 +50,31 @@ _MOST_LINES = 20_000  # commands, empty ones included
 _MOST_OF_LINE = 2**16  # characters of a command, variables expanded
 
 
-def read_line(path: Path, number: int | None = None) -> list[str]:
-    """Reads the words of the training command in a shell file, or of loose settings.
+class Command(NamedTuple):
+    """A command of a shell file, or loose settings, which have no start."""
 
-    Expands variables and arrays that the file sets or that have a default. Without a command, lines of flags or
-    `key=value` are the settings.
+    start: list[str]  # environment, launcher with its flags, and program
+    arguments: list[str]
+
+    @property
+    def program(self) -> str:
+        """The module or the path that it runs."""
+        return (self.start[-1:] or self.arguments[:1] or [""])[0]
+
+    def processes(self, where: str) -> int | None:
+        """Returns the processes on all machines according to the launcher; None if not stated."""
+        stated = settings_of((self.start or self.arguments)[:-1], where)
+        for of_node, nodes in (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
+            texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
+            if all(_INTEGER.fullmatch(text) for text in texts):
+                return math.prod(map(int, texts))
+        return None
+
+
+def read_command(path: Path, number: int | None = None) -> Command:
+    """Reads the training command of a shell file, or its loose settings: lines of flags or `key=value`.
+
+    Expands variables and arrays that the file sets or that have a default.
 
     Args:
       path: the file.
@@ -66,55 +87,32 @@ def read_line(path: Path, number: int | None = None) -> list[str]:
     script = _Script(path)
     commands = _training(script)
     if not commands and script.commands:
-        program = shown(_program_of(script.commands[0]))
+        program = shown(_command(script.commands[0]).program)
         raise ConfigError(f"{shown_path(path)}: no command of it trains; {program} is another program of MaxText's")
     if not commands and script.spaced:
         raise ConfigError(f"{shown_path(path)}: {shown(script.spaced)}: has blanks around =; works: key=value")
-    found = [arguments_of(words) for words in commands] or [script.loose]
+    found = commands or [Command([], script.loose)]
     if number is not None and number > len(found):
         raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
-    if number is None and any(_of_run(words) != _of_run(found[0]) for words in found):
-        named = "; ".join(f"{i}: {shown(' '.join(words))}" for i, words in enumerate(commands[:8], 1))
+    if number is None and any(_of_run(one.arguments) != _of_run(found[0].arguments) for one in found):
+        texts = (shown(" ".join([*one.start, *one.arguments])) for one in commands[:8])
+        named = "; ".join(f"{i}: {text}" for i, text in enumerate(texts, 1))
         rest = f"; and {len(commands) - 8} more" if len(commands) > 8 else ""
         rule = f"{len(commands)} commands train, and one config comes out"
         raise ConfigError(f"{shown_path(path)}: {rule} ({named}{rest}); works: --command 1")
     return found[(number or 1) - 1]
 
 
-def launched_processes(path: Path, number: int | None = None) -> int | None:
-    """Returns the processes on all machines according to a command's launcher; None if not stated.
-
-    Arguments as in `read_line`, which must accept them.
-    """
-    commands = _training(_Script(path))
-    if not commands:
-        return None
-    whole = commands[(number or 1) - 1]
-    stated = settings_of(whole[: len(whole) - len(arguments_of(whole)) - 1], shown_path(path))
-    counts = []
-    for of_node, nodes in (("num_processes", ""), ("nproc_per_node", "nnodes"), ("num_gpus", "num_nodes")):
-        texts = [str(stated.get(of_node, "")), str(stated.get(nodes, "1"))]
-        if all(_INTEGER.fullmatch(text) for text in texts):
-            counts.append(math.prod(map(int, texts)))
-    return counts[0] if counts else None
-
-
-def commands_of(path: Path) -> list[list[str]]:
-    """Returns the words of each training command, in the order of `--command`."""
+def commands_of(path: Path) -> list[Command]:
+    """Returns each training command, in the order of `--command`."""
     return _training(_Script(path))
 
 
-def program_of(path: Path, number: int | None = None) -> str:
-    """Returns the module or the path that a command runs; "" without one. Arguments as in `read_line`."""
-    commands = _training(_Script(path))
-    return _program_of(commands[(number or 1) - 1]) if commands else ""
-
-
-def _training(script: _Script) -> list[list[str]]:
+def _training(script: _Script) -> list[Command]:
     """Returns the commands recognised as training; if none, all but MaxText's other programs."""
-    programs = ((words, _program_of(words)) for words in script.commands)
-    able = [words for words, program in programs if "train" in program or not _OF_MAXTEXT.search(program)]
-    return [words for words in able if any("train" in word for word in words)] or able
+    commands = map(_command, script.commands)
+    able = [one for one in commands if "train" in one.program or not _OF_MAXTEXT.search(one.program)]
+    return [one for one in able if any("train" in word for word in (*one.start, *one.arguments))] or able
 
 
 class _Script:
@@ -347,18 +345,14 @@ def _nested(words: list[str], text: str) -> str | None:
     return next((word.partition("=")[2] for word in words if word.lower().startswith("--command=")), None)
 
 
-def _program_of(words: list[str]) -> str:
-    """Returns the module or the path that a command runs."""
-    return words[max(0, len(words) - len(arguments_of(words)) - 1)]
-
-
-def arguments_of(words: list[str]) -> list[str]:
-    """Returns the words after the program, without environment and launcher flags."""
+def _command(words: list[str]) -> Command:
+    """Splits the words of a command behind its program."""
     programs = [
         i for i, word in enumerate(words)
         if word not in _LAUNCHERS and (word.endswith(".py") or words[max(0, i - 1)] in ("-m", "--module", "trl"))
     ]  # fmt: skip
-    return words[programs[0] + 1 :] if programs else words
+    end = programs[0] + 1 if programs else 0
+    return Command(words[:end], words[end:])
 
 
 def _unquoted(text: str) -> str:

@@ -155,7 +155,7 @@ def test_variables_are_read_as_a_shell_reads_them(tmp_path: Path) -> None:
 
 def words_of(path: Path, script: str) -> list[list[str]]:
     path.write_text(script)
-    return [words[words.index("maxtext.trainers.pre_train.train") + 1 :] for words in commands_of(path)]
+    return [command.arguments for command in commands_of(path)]
 
 
 DEFAULTS = """

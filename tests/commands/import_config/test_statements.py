@@ -120,10 +120,10 @@ def test_a_command_is_chosen_of_shell_files_only(folder: Path, capsys: pytest.Ca
     ],
 )
 def test_every_setting_of_a_command_is_read(folder: Path, line: str) -> None:
-    from maxbatch.commands.import_config.shell import read_line, settings_of
+    from maxbatch.commands.import_config.shell import read_command, settings_of
 
     (folder / "run.sh").write_text(line)
-    words = settings_of(read_line(folder / "run.sh"), "run.sh")
+    words = settings_of(read_command(folder / "run.sh").arguments, "run.sh")
     assert (words["micro_batch_size"], words["global_batch_size"]) == ("4", "8")
     assert words.get("data_path", "a;b") == "a;b" and "nproc_per_node" not in words and "seed" not in words
 
