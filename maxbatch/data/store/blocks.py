@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 BLOCKS = "blocks.bin"
 BLOCK_BYTES = 128
-WHOLE_BYTES = 64 << 20  # hashes up to this size are read whole, on first use
+WHOLE_BYTES = 64 << 20  # hashes in an object store up to this size are read whole, on first use
 CHUNK_BYTES = 64 << 10  # of a local file, checked together
 _HASH = np.dtype("<u4")
 _AT_ONCE_BYTES = 256 << 10  # small enough for the processor's cache
@@ -157,6 +157,9 @@ class Blocks:
 
     def _stored(self, first: int, end: int) -> np.ndarray:
         path = self._folder / BLOCKS
+        if isinstance(path, Path):
+            with self._lock:
+                return self._mapped.read(slice(first, end))
         if self.num_bytes > WHOLE_BYTES:
             data = read_range(path, first * _HASH.itemsize, end * _HASH.itemsize)
             if len(data) != (end - first) * _HASH.itemsize:
@@ -164,6 +167,11 @@ class Blocks:
             return np.frombuffer(data, _HASH)
         with self._lock:
             return self._whole[first:end]
+
+    @cached_property
+    def _mapped(self) -> MappedFile:
+        """The hashes on a disk."""
+        return MappedFile(Path(str(self._folder / BLOCKS)), _HASH, self.num_bytes, None)
 
     @cached_property
     def _whole(self) -> np.ndarray:

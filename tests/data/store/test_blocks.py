@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.config.config import Config
 from maxbatch.data.store import blocks, document_table, documents
-from maxbatch.data.store.blocks import BLOCK_BYTES, BlockHasher, block_hashes
+from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, BlockHasher, Blocks, block_hashes
 from maxbatch.data.store.token_store import TokenStore, load_folder
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.storage import as_path
@@ -216,3 +217,15 @@ def test_hashes_let_the_bytes_that_are_read_from_a_bucket_grow_by_a_tenth_at_mos
             patch.setattr(TokenStore, "blocks", None)
             plain = bytes_read(settings)
         assert plain <= checked <= 1.1 * plain, settings
+
+
+def test_hashes_on_a_disk_are_mapped_however_large_the_tokens_are(tmp_path: Path) -> None:
+    hashes = Blocks(tmp_path, "content", {"tokens.bin": 1 << 30})
+    with open(tmp_path / BLOCKS, "wb") as file:
+        file.truncate(hashes.num_bytes)
+    tracemalloc.start()
+    with pytest.raises(ConfigError, match=r"block 0 .* differs from its hash"):
+        hashes.check("tokens.bin", 0, bytes(BLOCK_BYTES))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 20 < hashes.num_bytes
