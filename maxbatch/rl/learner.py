@@ -8,6 +8,9 @@ Shapes: M pairs of a chunk, L tokens.
 
 from __future__ import annotations
 
+import copy
+from typing import Self
+
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
@@ -70,9 +73,11 @@ class Learner:
         """Returns the policy's parameters, with adapters."""
         return state.params if state.frozen is None else self._adapted(state.frozen, state.params)
 
-    def refer_to(self, params: State) -> None:
-        """Sets the reference of the divergence (`grpo_beta`) to these parameters."""
-        self._reference = params
+    def referring_to(self, params: State) -> Self:
+        """Returns a learner that measures the divergence (`grpo_beta`) from these parameters."""
+        learner = copy.copy(self)
+        learner._reference = params
+        return learner
 
     def place(
         self, tokens_MxL: np.ndarray, mask_MxL: np.ndarray, logprobs_MxL: np.ndarray,

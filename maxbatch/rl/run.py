@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar, NamedTuple
 
 import jax
@@ -43,7 +43,7 @@ from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import flags_in_force, program_options, state_flags
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, TaskModel, check_same_data, model_of
+from maxbatch.training.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
 from maxbatch.training.update.step import StepMetrics
 
@@ -218,15 +218,16 @@ class BuiltPolicy:
     has_eval_loss: ClassVar[bool] = False
     introduction: ClassVar[Sequence[str]] = ()
 
-    def run(self, restored: TrainState | None, stack: ExitStack) -> tuple[RunningPolicy, TrainState]:
+    def run(self, restored: TrainState | None, show: ShowText, stack: ExitStack) -> tuple[RunningPolicy, TrainState]:
         """Makes the first state and the reference of the divergence; evaluates a new policy."""
         opened, planned, context = self.opened, self.planned, self.opened.context
         config, position = context.config, self.start.position
-        ahead = context.stack.enter_context(self._batches_ahead())
         state = self._state(restored)
         if config.grpo_beta:
-            planned.workshop.learner.refer_to(self._first_parameters())
-        log = Transcripts(context.folder, context.board, position.step, config.rl.transcript_period)
+            learner = planned.workshop.learner.referring_to(self._first_parameters())
+            planned = replace(planned, workshop=planned.workshop._replace(learner=learner))
+        ahead = context.stack.enter_context(self._batches_ahead(planned))
+        log = Transcripts(context.folder, show, position.step, config.rl.transcript_period)
         transcripts = stack.enter_context(closing(log))
         evaluator = None
         if self.held_out:
@@ -244,16 +245,16 @@ class BuiltPolicy:
             )
         return running, state
 
-    def _batches_ahead(self) -> BatchesAhead:
+    def _batches_ahead(self, planned: PlannedPolicy) -> BatchesAhead:
         """Returns the batches of the run; a batch is collected at the latest during its first update."""
-        manager, workshop = self.planned.plan.manager, self.planned.workshop
+        manager, workshop = planned.plan.manager, planned.workshop
 
         def num_prompts(first: int) -> int:
             # Batches after the end of the run are whole: a longer run may resume from its last checkpoint.
             return manager.rows_at(first) // workshop.batch.num_generations or workshop.batch.batch_size
 
         ahead = BatchesAhead(
-            workshop, self.start.position.samples_seen, num_prompts, not self.planned.shares_devices, self.start.ahead
+            workshop, self.start.position.samples_seen, num_prompts, not planned.shares_devices, self.start.ahead
         )
         if ahead.left_out:
             warn("the responses in the checkpoint belong to other batches than the next ones, which are sampled anew")

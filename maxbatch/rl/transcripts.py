@@ -7,7 +7,7 @@ from maxbatch.rl.collecting import CollectedBatch
 from maxbatch.rl.evaluation import Evaluation
 from maxbatch.runs.metrics import StepLog
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.training.record.board import Board
+from maxbatch.training.task import ShowText
 
 
 class Transcripts:
@@ -18,14 +18,14 @@ class Transcripts:
 
     Args:
       folder: the folder of the run.
-      board: TensorBoard's events, if any.
+      show: takes the texts of evals.
       step: updates done.
       period: batches between lines of a batch; -1: no lines.
     """
 
-    def __init__(self, folder: RunFolder, board: Board | None, step: int, period: int) -> None:
+    def __init__(self, folder: RunFolder, show: ShowText, step: int, period: int) -> None:
         self._log = StepLog(folder, "transcripts.jsonl", step) if is_first() else None
-        self._board, self._period = board, period
+        self._show, self._period = show, period
 
     def write_eval(self, step: int, evaluation: Evaluation) -> None:
         """Adds the transcripts of an eval after `step` updates."""
@@ -36,8 +36,7 @@ class Transcripts:
             f"    {'right' if t.passes else 'wrong'} {'greedy ' if t.greedy else 'sampled'} {t.prompt}{t.response}"
             for t in evaluation.transcripts
         ]
-        if self._board:
-            self._board.text(step, "transcripts", "\n".join(lines))
+        self._show(step, "transcripts", "\n".join(lines))
 
     def write_batch(self, step: int, number: int, version: int, batch: CollectedBatch) -> None:
         """Adds the responses of a sampled batch, if its line is due.

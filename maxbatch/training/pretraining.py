@@ -72,7 +72,7 @@ from maxbatch.training.reference import (
     with_reference,
 )
 from maxbatch.training.session import Outcome, RunContext, Session
-from maxbatch.training.task import Dispatched, Start, TaskData, TaskModel, check_same_data
+from maxbatch.training.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.training.update.recipe import TrainedRecipe
@@ -376,7 +376,9 @@ class BuiltPretraining:
     def introduction(self) -> Sequence[str]:
         return [self.steps.describe()] if len(self.planned.plan.manager.stages) > 1 else []
 
-    def run(self, restored: TrainState | None, stack: ExitStack) -> tuple[RunningPretraining, TrainState]:
+    def run(
+        self, restored: TrainState | None, show: ShowText, stack: ExitStack
+    ) -> tuple[RunningPretraining, TrainState]:
         """Compiles the first update while the state is made, and warms it up."""
         opened, planned, context = self.opened, self.planned, self.opened.context
         placement = planned.programs.placement
@@ -400,7 +402,7 @@ class BuiltPretraining:
         if evaluator and opened.recipe.answers_evals:
             answers = opened.answers_to(held_out, planned.mesh)
         if answers and is_first():
-            log = stack.enter_context(closing(AnswersLog(context.folder, context.board, self.start.position.step)))
+            log = stack.enter_context(closing(AnswersLog(context.folder, show, self.start.position.step)))
         return RunningPretraining(opened, planned, self.steps, feed, evaluator, answers, log, adapting), state
 
     def _evaluator(self, held_out: Stream | None) -> Evaluator:

@@ -53,7 +53,7 @@ from maxbatch.training.record.progress import RunProgress
 from maxbatch.training.record.recorder import Output, Recorder, ThroughputMeter
 from maxbatch.training.resuming import changed_reads, changes_since
 from maxbatch.training.signals import StopRequest
-from maxbatch.training.task import B, Built, Opened, Running, Start
+from maxbatch.training.task import B, Built, Opened, Running, ShowText, Start
 from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
@@ -105,8 +105,6 @@ class RunContext:
     """The parts of a run that its task and its session share.
 
     Args:
-      config: a resolved config.
-      devices: the devices that the run may use.
       stack: closes the files and threads of the run.
 
     Raises:
@@ -126,7 +124,6 @@ class RunContext:
         self.sessions = stack.enter_context(log)
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
-        self.board: Board | None = None  # while the run trains, on the host that writes
 
     @property
     def source(self) -> tuple[str, str]:
@@ -139,8 +136,6 @@ class Session(Generic[B]):
     """A run that is ready to take its next step.
 
     Args:
-      context: the parts of the run that the task was made from.
-      opened: the task, its data open.
       outputs: further places that the records of the run go to.
 
     Raises:
@@ -305,11 +300,11 @@ class Session(Generic[B]):
             ExitStack() as stack,
         ):
             self._introduce(self.built)
-            recorder = self.open_recorder(compiles, stack)
+            recorder, show = self.open_recorder(compiles, stack)
             started = time.perf_counter()
             restored, self._restored = self._restored, None
             with self._clock.during(TimePart.COMPILING):
-                running, state = self.built.run(restored, stack)
+                running, state = self.built.run(restored, show, stack)
             if self.config.eval_interval > 0 and not running.evaluates:
                 unit = self.opened.data.unit
                 self.console.print(
@@ -338,13 +333,14 @@ class Session(Generic[B]):
         )
         return Outcome(self.position, None, self.config.run_dir)
 
-    def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> Recorder:
-        """Returns the recorder of the updates ahead; `stack` closes the places that its records go to."""
+    def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> tuple[Recorder, ShowText]:
+        """Returns the recorder of the updates ahead, and where texts go; `stack` closes the places of both."""
+        show: ShowText = _show_nowhere
         opened: list[Output] = []
         for output in self._open_outputs() if is_first() else ():
             opened.append(stack.enter_context(closing(output)))  # one by one: a later one may fail to open
             if isinstance(output, Board):
-                self._context.board = output
+                show = output.text
                 output.settings(settings_of(self.config))
         meter = ThroughputMeter(
             slots_per_sample(self.config),
@@ -353,7 +349,7 @@ class Session(Generic[B]):
             self.config.peak_tflops_per_device,
             self.config.quantization,
         )
-        return Recorder(self._recording, self.plan.manager, self.position, compiles, meter, opened)
+        return Recorder(self._recording, self.plan.manager, self.position, compiles, meter, opened), show
 
     def _doing(self) -> str:
         """Returns the activity of the run, for a line about a wait."""
@@ -504,6 +500,10 @@ class Session(Generic[B]):
     @property
     def _samples_seen(self) -> str:
         return f"{self.position.samples_seen:,} {self.opened.data.unit}"
+
+
+def _show_nowhere(step: int, name: str, text: str) -> None:
+    """Drops a text: this host writes no TensorBoard events."""
 
 
 def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> Resume:

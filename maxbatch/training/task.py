@@ -86,6 +86,9 @@ class Start(NamedTuple):
     parameters: FirstParameters
 
 
+ShowText = Callable[[int, str, str], None]  # takes a step, a name and a text, which is shown beside the metrics
+
+
 class TaskBatch(Protocol):
     """The input of one update."""
 
@@ -160,10 +163,10 @@ class Built(Protocol[B]):
     def introduction(self) -> Sequence[str]:
         """Lines to print before the run starts."""
 
-    def run(self, restored: TrainState | None, stack: ExitStack) -> tuple[Running[B], TrainState]:
+    def run(self, restored: TrainState | None, show: ShowText, stack: ExitStack) -> tuple[Running[B], TrainState]:
         """Compiles the first update and returns the state to start from: the restored one or a first one.
 
-        `stack` ends the feed and closes the files.
+        `show` takes the texts of evals; `stack` ends the feed and closes the files.
         """
 
 

@@ -25,9 +25,9 @@ from maxbatch.runs.run_folder import RunFolder
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import TrainingError
 from maxbatch.training.compile.background import Background, MakeExecutable
-from maxbatch.training.record.board import Board
+from maxbatch.training.task import ShowText
 
-MOST_QUESTIONS = 4
+_MOST_QUESTIONS = 4
 _MOST_TOKENS = 64  # per answer, to keep evals short
 _ROWS_PER_QUESTION = 8  # searched for questions
 
@@ -39,9 +39,9 @@ class Question(NamedTuple):
     answer: list[int]
 
 
-def questions_of(stream: Stream, most: int = MOST_QUESTIONS) -> list[Question]:
+def questions_of(stream: Stream) -> list[Question]:
     """Returns the first questions of a stream, one per row; skips records with all tokens trained on."""
-    length = most * _ROWS_PER_QUESTION
+    length = _MOST_QUESTIONS * _ROWS_PER_QUESTION
     rows = stream.read(0, min(length, stream.samples_per_epoch or length))
     found = []
     for tokens, segments, weights in zip(rows["tokens"], rows["segments"], rows["weights"], strict=True):
@@ -52,7 +52,7 @@ def questions_of(stream: Stream, most: int = MOST_QUESTIONS) -> list[Question]:
         rest = trained[begin:]
         end = begin + (int(np.argmin(rest)) if not rest.all() else len(rest))
         found.append(Question(tokens[:begin].tolist(), tokens[begin:end].tolist()))
-    return found[:most]
+    return found[:_MOST_QUESTIONS]
 
 
 class Answers:
@@ -112,16 +112,14 @@ class AnswersLog:
     Drops answers of updates after `step`, which will be redone.
     """
 
-    def __init__(self, folder: RunFolder, board: Board | None, step: int) -> None:
-        self._log, self._board = StepLog(folder, ANSWERS_FILE, step), board
+    def __init__(self, folder: RunFolder, show: ShowText, step: int) -> None:
+        self._log, self._show = StepLog(folder, ANSWERS_FILE, step), show
 
     def write(self, step: int, answers: Sequence[Answer]) -> None:
         """Adds the answers after `step` updates."""
         self._log.append({"step": step, "answers": [answer._asdict() for answer in answers]})
-        if self._board:
-            parts = (f"{a.question}{a.answer}\n(the record: {a.expected})" for a in answers)
-            text = "\n\n".join(parts)
-            self._board.text(step, "answers", "\n".join(f"    {line}" for line in text.splitlines()))
+        text = "\n\n".join(f"{a.question}{a.answer}\n(the record: {a.expected})" for a in answers)
+        self._show(step, "answers", "\n".join(f"    {line}" for line in text.splitlines()))
 
     def close(self) -> None:
         """Closes the file."""
