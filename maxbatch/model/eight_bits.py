@@ -73,7 +73,6 @@ def eight_bit_einsum(x: jax.Array, w: jax.Array, form: str, quantization: Quanti
     """Returns an einsum of activations and a weight in 8 bits, in x's dtype; its gradient by x is in 8 bits too.
 
     Args:
-      x: the activations.
       w: the weight, in any float type: it is quantised from its own, without rounding to x's first.
       form: as of `jnp.einsum`, of two operands.
       quantization: "int8" or "fp8".

@@ -27,6 +27,16 @@ from maxbatch.parallel.sharding import OVER_ROWS, Constrain, unconstrained
 MAX_LOGITS = {"tpu": 2**27, "gpu": 2**27, "cpu": 2**22}
 
 
+class Rules(NamedTuple):
+    """The static arguments of the loss."""
+
+    constrain: Constrain = unconstrained
+    soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)
+
+
+_PLAIN = Rules()
+
+
 def token_losses(
     x_MxLxD: jax.Array,
     w_DxV: jax.Array,
@@ -34,7 +44,7 @@ def token_losses(
     weights_MxL: jax.Array,
     *,
     batch_shards: int = 1,
-    constrain: Constrain = unconstrained,
+    rules: Rules = _PLAIN,
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the weighted sum of cross-entropies of softmax(x @ w), and the sum of the weights.
 
@@ -48,24 +58,6 @@ def token_losses(
       batch_shards: parts of M on different devices; M is a multiple of it. Each sums its own part of w's gradient, and
         the parts are reduced once, after the last piece.
     """
-    return _token_losses(x_MxLxD, w_DxV, targets_MxL, weights_MxL, batch_shards, Rules(constrain))
-
-
-class Rules(NamedTuple):
-    """The static arguments of the loss."""
-
-    constrain: Constrain
-    soft_cap: float = 0.0  # c > 0: logits s become c tanh(s / c)
-
-
-def _token_losses(
-    x_MxLxD: jax.Array,
-    w_DxV: jax.Array,
-    targets_MxL: jax.Array,
-    weights_MxL: jax.Array,
-    batch_shards: int,
-    rules: Rules,
-) -> tuple[jax.Array, jax.Array]:
     constrain = rules.constrain
     weight_sum = jnp.sum(weights_MxL)
     rows, length = targets_MxL.shape
@@ -83,26 +75,19 @@ def _token_losses(
     return _loss_sum(cut(x_MxLxD), w_DxV, cut(targets_MxL), cut(weights_MxL), rules, axes), weight_sum
 
 
-def loss_sums(
-    decoder: Decoder, tokens_MxL: jax.Array, segments_MxL: jax.Array, weights_MxL: jax.Array, *, batch_shards: int = 1
-) -> tuple[jax.Array, jax.Array]:
-    """Returns the weighted sum of the next-token losses of a micro-batch, and the sum of its weights.
-
-    `weights_MxL[:, t]` is the weight of token t as a target, so `weights_MxL[:, 0]` is 0. A token's segment is the
-    document that it belongs to, 0 for padding. Both sums are float32 scalars.
-    """
-    x_MxLxD = decoder.hidden(tokens_MxL, segments_MxL).x_MxLxD
-    return loss_sums_of(decoder, x_MxLxD, tokens_MxL, weights_MxL, batch_shards=batch_shards)
-
-
 def loss_sums_of(
     decoder: Decoder, x_MxLxD: jax.Array, tokens_MxL: jax.Array, weights_MxL: jax.Array, *, batch_shards: int = 1
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns `loss_sums` of a micro-batch whose last hidden state is x."""
+    """Returns the weighted sum of the next-token losses of a micro-batch, and the sum of its weights.
+
+    `weights_MxL[:, t]` is the weight of token t as a target, so `weights_MxL[:, 0]` is 0. Both sums are float32
+    scalars.
+    """
     # The last position predicts the first token, whose weight is 0.
     targets_MxL, weights_MxL = (jnp.roll(array_MxL, -1, axis=1) for array_MxL in (tokens_MxL, weights_MxL))
     rules = Rules(decoder.constrain, decoder.logits_soft_cap)
-    return _token_losses(x_MxLxD, decoder.output_projection(), targets_MxL, weights_MxL, batch_shards, rules)
+    w_DxV = decoder.output_projection()
+    return token_losses(x_MxLxD, w_DxV, targets_MxL, weights_MxL, batch_shards=batch_shards, rules=rules)
 
 
 class TokenScores(NamedTuple):

@@ -27,7 +27,6 @@ def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: n
 
     Args:
       module: a part of the decoder.
-      config: its keys.
       names: of parameters, or of the module; those that the model does not have are left out.
       rngs: the stream `params` seeds the values of matrices.
     """

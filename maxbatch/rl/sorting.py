@@ -20,23 +20,13 @@ def _ascending(digits: str) -> str:
     return "".join(sorted(digits))
 
 
-def _descending(digits: str) -> str:
-    return "".join(sorted(digits, reverse=True))
-
-
-def _as_given(digits: str) -> str:
-    return digits
-
-
-def _reversed(digits: str) -> str:
-    return digits[::-1]
-
-
-def _largest_first(digits: str) -> str:
-    return max(digits) + _ascending(digits)[:-1]
-
-
-ORDERS: tuple[Callable[[str], str], ...] = (_ascending, _descending, _as_given, _reversed, _largest_first)
+ORDERS: tuple[Callable[[str], str], ...] = (
+    _ascending,
+    lambda digits: _ascending(digits)[::-1],
+    lambda digits: digits,
+    lambda digits: digits[::-1],
+    lambda digits: max(digits) + _ascending(digits)[:-1],
+)
 
 
 def records() -> list[dict[str, object]]:

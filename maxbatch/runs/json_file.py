@@ -42,7 +42,6 @@ def checked(value: object, shape: object, name: str = "content") -> Any:
     """Returns a value of JSON if it has a shape.
 
     Args:
-      value: as `json` reads it.
       shape: a type or several (`int | None`; `float` allows whole numbers, `object` anything), `[shape]` for a list,
         `{str: shape}` for an object of any names, `{"name": shape}` for one with at least these fields.
       name: names the value in messages.

@@ -106,7 +106,6 @@ class RunFolder:
 
         Args:
           started: what `start_together` returned there.
-          patience_s: seconds that a network file system may lag behind.
         """
         self.identity, end = started, time.monotonic() + patience_s
         while read_identity(self.path) != started:

@@ -215,10 +215,7 @@ class SessionLog:
     the end. A refused start leaves no line.
 
     Args:
-      folder: the folder of the run.
       started: when the session began, in seconds since 1970.
-      hosts, devices: of the run.
-      writes: whether this host writes the file.
     """
 
     def __init__(self, folder: RunFolder, started: float, hosts: int, devices: int, writes: bool) -> None:

@@ -126,10 +126,8 @@ class Supervisor(Generic[T]):
     """Trains child runs, `parallel` at a time. It starts each run once, without retries.
 
     Args:
-      runs: the runs.
       start: starts the process of a run, from its folder and the arguments of `maxbatch train`.
       parallel: most processes at a time.
-      say: prints a line.
     """
 
     def __init__(

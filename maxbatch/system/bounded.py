@@ -33,9 +33,7 @@ def read_bytes(path: AnyPath, what: str, most: int) -> bytes:
     """Returns the content of a regular file of at most `most` bytes.
 
     Args:
-      path: the file.
       what: names it in messages.
-      most: bytes.
 
     Raises:
       RefusedContent: the file is larger, or is a pipe or a device, which may never end.
@@ -86,8 +84,6 @@ def read_json(
     Args:
       source: a path, or the content itself.
       what: names it in messages.
-      most_bytes: bound on its size.
-      most_values: bound on its values.
       most_depth: bound on lists and objects in one another; 1 allows a flat object.
       unique: refuses an object that states a key twice; else the last one holds.
       finite: refuses NaN, Infinity and numbers that overflow to it.

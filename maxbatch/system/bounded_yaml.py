@@ -13,29 +13,19 @@ MOST_YAML_NODES = 50_000
 MOST_YAML_CHARACTERS = 1 << 20  # a second of its scanner
 
 
-def compose_yaml(
-    text: str,
-    what: str,
-    *,
-    most_characters: int = MOST_YAML_CHARACTERS,
-    most_depth: int = MOST_DEPTH,
-    most_nodes: int = MOST_YAML_NODES,
-) -> yaml.Node | None:
+def compose_yaml(text: str, what: str, *, most_nodes: int = MOST_YAML_NODES) -> yaml.Node | None:
     """Parses YAML into a finite tree of nodes, None for an empty text. Aliases share nodes.
 
     Args:
-      text: the YAML.
       what: names it in messages.
-      most_characters: bound on its length.
-      most_depth: bound on the nesting of lists and mappings.
       most_nodes: bound on values and keys after expanding every alias.
 
     Raises:
       RefusedContent: the text exceeds a bound, or an alias refers to a node around it.
       yaml.YAMLError: the text is not YAML.
     """
-    check_size(len(text), what, most_characters)
-    loader = _Composer(text, what, most_depth, most_nodes)
+    check_size(len(text), what, MOST_YAML_CHARACTERS)
+    loader = _Composer(text, what, most_nodes)
     try:
         root = loader.get_single_node()
     finally:
@@ -48,17 +38,17 @@ def compose_yaml(
 class _Composer(yaml.SafeLoader):
     """PyYAML's composer with bounds on depth and nodes."""
 
-    def __init__(self, text: str, what: str, most_depth: int, most_nodes: int) -> None:
+    def __init__(self, text: str, what: str, most_nodes: int) -> None:
         super().__init__(text)
-        self._what, self._most_depth, self._most_nodes = what, most_depth, most_nodes
+        self._what, self._most_nodes = what, most_nodes
         self._depth = self._nodes = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Composes the next node, within the bounds."""
         self._nodes += 1
         self._depth += 1
-        if self._depth > self._most_depth + 1:
-            raise RefusedContent(too_deep(self._what, self._most_depth))
+        if self._depth > MOST_DEPTH + 1:
+            raise RefusedContent(too_deep(self._what, MOST_DEPTH))
         if self._nodes > self._most_nodes:
             raise RefusedContent(f"{self._what}: holds more than {self._most_nodes:,} values, the most that are read")
         node: yaml.Node | None = super().compose_node(parent, index)

@@ -33,10 +33,8 @@ def start_child(
     """Starts `maxbatch ARGUMENTS` in the caller's process group.
 
     Args:
-      arguments: the command line.
       output: receives standard output and standard error; None: the caller's.
       keep_open: file descriptors that the child inherits.
-      variables: the child's environment variables, beside the caller's.
     """
     return subprocess.Popen(
         [sys.executable, "-m", "maxbatch.system.child_process", *arguments],

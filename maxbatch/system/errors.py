@@ -70,7 +70,6 @@ def reading(path: object, remedy: str = "", blame: Callable[[str], ConfigError] 
     A store's error is such a line already.
 
     Args:
-      path: the file, as named in messages.
       remedy: ends the message.
       blame: makes the error from "cannot read PATH: REASON", for a file named by a key.
     """
@@ -120,7 +119,6 @@ def report(error: BaseException, as_json: bool = False) -> int:
     A terminal's lines break between words.
 
     Args:
-      error: the error.
       as_json: prints it on standard output too, as an object.
     """
     code, said = EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED, ""

@@ -12,9 +12,7 @@ class Repeating:
     """A thread that calls a function every `period_s` seconds until stopped, or until the function fails.
 
     Args:
-      call: the function, which writes to a disk or to an object store.
       period_s: seconds from the end of one call to the next.
-      name: the thread's name.
     """
 
     def __init__(self, call: Callable[[], None], period_s: float, name: str) -> None:

@@ -74,7 +74,6 @@ class WorkerPool(Generic[Item, Answer]):
         Args:
           setup: called once in each worker, including replacements; returns the function for items. It is pickled, and
             so are items and answers.
-          workers: number of workers.
           limit_s: limit of a call, in seconds.
           memory_bytes: bound on the private memory of each worker and its children, on Linux; an allocation beyond it
             raises MemoryError in the function.

@@ -195,8 +195,6 @@ def find_reference(
     A new run computes it from its parameters, whatever an attempt that was killed before its first checkpoint left.
 
     Args:
-      path: of the file.
-      new: a reference without samples.
       mark: of the first parameters (`RunOrigin.mark`).
       resumes: whether the run has a checkpoint.
       read: of the training stream.

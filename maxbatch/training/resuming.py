@@ -20,7 +20,6 @@ def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_see
 
     Args:
       run_dir: its folder, with the last session's `config.yml` and `devices.json`.
-      config: the config of this start.
       plan: the plan of this start, from `samples_seen` on.
     """
     before = read_written(run_dir / "config.yml")

@@ -37,8 +37,6 @@ class Scorer:
 
     Args:
       config: the model; computes in its `dtype`, with a float32 softmax.
-      axes: the axes of the mesh.
-      mesh: the mesh of the parameters.
       params: parameters of a `Decoder`; may be replaced by others of the same shapes.
       most_rows: rows per pass, rounded up to a multiple of the batch shards; None: by their length.
     """

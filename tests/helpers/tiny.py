@@ -13,6 +13,8 @@ import pytest
 
 from maxbatch import load_config
 from maxbatch.config.config import Config
+from maxbatch.model.decoder import Decoder
+from maxbatch.model.loss import loss_sums_of
 
 LENGTH = 32
 TINY_MODEL = (
@@ -82,6 +84,13 @@ def assert_same_run(
         assert found_same == same_of_other, f"{found_same}, not {same_of_other}"
         for key in other.keys() & set(close):
             assert line[key] == pytest.approx(other[key], rel=tolerance, abs=tolerance / 10), (other["step"], key)
+
+
+def loss_sums(
+    decoder: Decoder, tokens: jax.Array, segments: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The sum of the next-token losses of rows, and of their weights."""
+    return loss_sums_of(decoder, decoder.hidden(tokens, segments).x_MxLxD, tokens, weights)
 
 
 def bytes_of(tree: Any) -> int:

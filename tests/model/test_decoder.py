@@ -15,8 +15,7 @@ from flax import nnx
 from maxbatch import load_config
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
-from maxbatch.model.loss import loss_sums
-from tests.helpers.tiny import LENGTH, TINY_MODEL, some_rows, tiny_config
+from tests.helpers.tiny import LENGTH, TINY_MODEL, loss_sums, some_rows, tiny_config
 
 LONG_ROPE = (
     "rope_type=longrope", "original_max_position_embeddings=16", "rope_factor=4", "head_dim=8",

@@ -15,9 +15,10 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.model.decoder import Hidden
-from maxbatch.model.loss import MAX_LOGITS, loss_sums, token_losses
+from maxbatch.model.loss import MAX_LOGITS, Rules, token_losses
 from maxbatch.model.products import exchanges_tokens
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, activation_constraint, unconstrained
+from tests.helpers.tiny import loss_sums
 
 M, L, D, V = 8, 12, 16, 96
 Arrays = tuple[jax.Array, jax.Array, jax.Array, jax.Array]
@@ -155,7 +156,7 @@ def test_partial_gradients_on_a_mesh_sum_to_the_plain_one(
 
     constrain = Constrain(mesh, lambda _, axes: P(*(axes_of[axis] if axis else None for axis in axes)))
     assert exchanges_tokens(M * L // shape[0], V, constrain) == (split == "vocabulary")
-    loss = fused(batch_shards=shape[1], max_logits=max_logits, constrain=constrain)
+    loss = fused(batch_shards=shape[1], max_logits=max_logits, rules=Rules(constrain))
     per_replica = jax.vmap(jax.value_and_grad(loss, (0, 1)), (0, None, 0, 0), spmd_axis_name="data")
 
     def place(array: jax.Array, *spec: Any) -> jax.Array:

@@ -11,14 +11,13 @@ from flax import nnx
 
 from maxbatch.data.feed.placement import BatchShape, Placement
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
-from tests.helpers.tiny import LENGTH, one_layer_config
+from tests.helpers.tiny import LENGTH, loss_sums, one_layer_config
 
 ROWS = 256
 

@@ -13,13 +13,12 @@ from flax import nnx
 from maxbatch import load_model
 from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
-from maxbatch.model.loss import loss_sums
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.parameters import load_adapters
 from tests.helpers.parameters import load_parameters
-from tests.helpers.tiny import ONE_LAYER, UNSAVED, read_metrics, tiny_config
+from tests.helpers.tiny import ONE_LAYER, UNSAVED, loss_sums, read_metrics, tiny_config
 
 pytestmark = pytest.mark.runs
 

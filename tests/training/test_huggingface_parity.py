@@ -19,14 +19,14 @@ from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.export.model import export_model
 from maxbatch.huggingface.export.peft import export_adapters
 from maxbatch.model.cache import Cache
-from maxbatch.model.loss import loss_sums, token_logprobs
+from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.pretraining import train
 from maxbatch.training.scoring import Scorer
 from tests.helpers.chats import chat_config, some_talks
 from tests.helpers.huggingface_folders import assert_same_tensors
 from tests.helpers.parameters import load_parameters
-from tests.helpers.tiny import read_metrics
+from tests.helpers.tiny import loss_sums, read_metrics
 from tests.helpers.transformers_models import FAMILY_MODELS, MODELS, VOCABULARY, make_model, save_model
 
 pytestmark = [pytest.mark.slow, pytest.mark.parity]

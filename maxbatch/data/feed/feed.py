@@ -20,6 +20,8 @@ from maxbatch.data.stream.reader import Contiguous, Reader
 from maxbatch.data.stream.stream import Stream
 from maxbatch.plan.rampup import PlannedStep, RampupBatchManager, Stage
 
+_DEPTH = 2  # batches on the devices ahead of the one in training
+
 
 class BatchSeries(NamedTuple):
     """Consecutive batches of one size and shape."""
@@ -31,12 +33,7 @@ class BatchSeries(NamedTuple):
 
 
 class HostOrder:
-    """The order of one host's samples: the rows in its slots of every batch.
-
-    Args:
-      placement: assigns the rows of a batch to slots.
-      series: the batches ahead.
-    """
+    """The order of one host's samples: the rows in its slots of every batch."""
 
     def __init__(self, placement: Placement, series: Sequence[BatchSeries]) -> None:
         self._series = series
@@ -66,7 +63,6 @@ class BatchLoader:
 
     Args:
       stream: source of the rows; None on a host without rows.
-      placement: assigns rows to hosts and devices.
       series: the batches ahead. A host that stages whole batches may take other shapes, since any cut has the same rows
         in order.
     """
@@ -111,12 +107,9 @@ class Feed:
 
     Args:
       stream: the training stream; None on a host without rows.
-      manager: plans the updates.
       shape_for: returns the shape for a batch, given its stage and whether it is the stage's first; the update does not
         depend on it. With several hosts it must depend on its arguments only, so that they agree.
-      placement: assigns rows to devices.
       first_step: updates before the first batch.
-      depth: batches on the devices ahead of the one in training.
     """
 
     def __init__(
@@ -126,12 +119,11 @@ class Feed:
         shape_for: Callable[[Stage, bool], BatchShape],
         placement: Placement,
         first_step: int,
-        depth: int = 2,
     ) -> None:
         self._stream, self._manager = stream, manager
         self._shape_for, self._placement = shape_for, placement
         self._first_step = first_step
-        self._queue: queue.Queue[StagedBatch | BaseException | None] = queue.Queue(depth)
+        self._queue: queue.Queue[StagedBatch | BaseException | None] = queue.Queue(_DEPTH)
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._produce, name="maxbatch-feed", daemon=True)
         self._thread.start()

@@ -104,7 +104,6 @@ class Blocks:
     """The hashes of a store's blocks, for checking reads of its files.
 
     Args:
-      folder: the store.
       content: the hash of the store's content.
       sizes: bytes of each file with hashes, in the order of the hashes.
     """
@@ -186,9 +185,6 @@ class MappedFile:
     """A memory-mapped local file; parts are checked on first read per process, 64 KiB at a time.
 
     Args:
-      path: the file.
-      dtype: of its values.
-      size: bytes of the file.
       blocks: its hashes; None if the store has none.
     """
 

@@ -71,11 +71,7 @@ class BlockTable(DocumentTable, Protocol):
 
 
 class LocalTable(ABC):
-    """A `BlockTable` on this machine, where reading a start costs little.
-
-    Args:
-      num_documents: documents of the store.
-    """
+    """A `BlockTable` on this machine, where reading a start costs little."""
 
     block_documents = LOCAL_BLOCK_DOCUMENTS
 
@@ -128,10 +124,6 @@ class MappedTable(LocalTable):
     """A mapped file in numpy's format, of which the parts that are read are checked.
 
     Args:
-      path: the file.
-      size: its bytes.
-      num_documents: documents of the store.
-      num_tokens: of all of them.
       blocks: the hashes with which it is compared; None for a store without hashes.
 
     Raises:
@@ -161,9 +153,6 @@ class RangedTable:
     """A table in an object store, in numpy's file format.
 
     Args:
-      path: the file.
-      num_documents: documents of the store.
-      num_tokens: of all of them.
       blocks: the hashes with which it is compared; None for a store without hashes.
       checksum: the CRC-32 of the file.
 

@@ -23,17 +23,17 @@ from maxbatch.system.storage import as_path
 from maxbatch.system.warning import warn_once
 
 
-def find_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store | None:
-    """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none."""
+def find_store(config: StoreConfig, tokenizer: Tokenizer) -> Store | None:
+    """Returns the store of the dataset (not a mixture) of `dataset_path`, or None if the cache has none."""
     if config.dataset_type == "tokens":
-        return _prepared_store(config, tokenizer, key)
+        return _prepared_store(config, tokenizer, "dataset_path")
     if config.dataset_type == "megatron":
         from maxbatch.data.store.megatron import open_megatron
 
-        return open_megatron(config, key, reads=False)
+        return open_megatron(config, "dataset_path", reads=False)
     from maxbatch.data.store.documents import DocumentSource
 
-    source = DocumentSource.from_config(config, key)
+    source = DocumentSource.from_config(config)
     names = signatures(source, tokenizer, config, reads=False)
     return names and _cached(config, *names)
 

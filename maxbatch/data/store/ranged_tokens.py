@@ -25,8 +25,6 @@ class RangedTokens:
     """An array of tokens in one or several files; slices and lists of places are read on access.
 
     Args:
-      files: their paths, in order.
-      dtype: of a token.
       sizes: tokens of each file.
       blocks: the hashes with which they are compared; None for a store without hashes.
     """

@@ -21,7 +21,6 @@ class PairRows:
     """Pairs of a token store by index.
 
     Args:
-      store: the store.
       pairs_S: int64, numbers of the split's pairs.
       length: L.
       overlong: `truncate` (keep the beginning), `drop` or `error`.

@@ -38,10 +38,7 @@ class ReadAheadByTime(Generic[T]):
     """An iterator over elements in order, which reads ahead enough to bridge a stall of `seconds`.
 
     Args:
-      blocks: the elements to read.
       seconds: time covered by elements read ahead, at the recent pace of training.
-      least: fewest elements read ahead.
-      most: most elements read ahead.
     """
 
     def __init__(self, blocks: Blocks[T], seconds: float, least: int, most: int) -> None:

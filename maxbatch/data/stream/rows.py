@@ -85,7 +85,6 @@ class WholeLayout:
     """A layout in memory.
 
     Args:
-      extents: the documents.
       slot_tokens: tokens that a slot holds; the last slot of a document may hold fewer.
     """
 
@@ -105,7 +104,6 @@ class BlockLayout:
     looked up in its own blocks.
 
     Args:
-      store: the store.
       documents: the split's documents.
       slot_tokens: tokens that a slot holds; the last slot of a document may hold fewer.
 

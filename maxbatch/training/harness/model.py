@@ -33,7 +33,6 @@ class HarnessModel(TemplateLM):
     """A model for requests of lm-evaluation-harness.
 
     Args:
-      model: the model.
       batch_size: rows per pass; None: by their length. Answers do not depend on it.
       chat: the tokenizer's chat template for requests; None: plain text.
     """

@@ -25,8 +25,6 @@ class RunModel:
     Its programs are kept between evals.
 
     Args:
-      config: the run's.
-      mesh: the mesh that trains.
       tokenizer, context, end_ids: as in `maxbatch.training.harness.asked_model.AskedModel`.
       params: of the model, or their shapes; `ask` gives others.
     """

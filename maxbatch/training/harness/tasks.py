@@ -77,9 +77,7 @@ class Tasks:
         """Returns the tables of the harness's results.
 
         Args:
-          model: the model.
           batch_size: rows in one pass; None: by their length.
-          has_errors: whether to compute standard errors.
           chat: the chat template for requests, each few-shot example as two messages; None: none.
 
         Raises:

@@ -32,7 +32,6 @@ class RunProgress:
     explained once, before XLA asks for a bug report.
 
     Args:
-      console: receives the lines.
       total_steps, first_step: updates of the whole run, and updates already done.
       num_stages: 1 without a ramp.
       log_period: updates per line.

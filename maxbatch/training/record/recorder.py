@@ -39,7 +39,6 @@ class ThroughputMeter:
     Args:
       length: L, tokens of a row.
       flops_per_token: FLOPs of training per token, forward and backward.
-      devices: the devices that train.
       peak_tflops: peak per device; None: a known chip's, of the type of the layers' products.
       quantization: that type; "": none of 8 bits.
     """

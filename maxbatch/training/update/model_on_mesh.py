@@ -23,9 +23,6 @@ class ModelOnMesh:
     Outside the pipeline, its devices share the rows of the embedding and of the loss.
 
     Args:
-      config: the config's own model.
-      axes: the axes of the mesh.
-      mesh: the mesh.
       batch_axes: the mesh axes that split rows.
       make_model: makes a user's model, which replaces the config's.
 

@@ -39,7 +39,6 @@ def make_optimizer(
     first guess for muon and adafactor; lion needs a 3 to 10 times smaller one.
 
     Args:
-      config: the optimizer and its constants.
       settings: the update's settings. They are not in the state, so make one optimizer inside the step for its update,
         and one with any settings (`AT_REST`) for `init`.
       has_experts: whether some matrices are stacked by layer and by expert.

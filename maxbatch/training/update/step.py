@@ -55,11 +55,7 @@ def make_train_step(
     """Builds the jitted, donated update of pre-training.
 
     Args:
-      config: the keys of the update.
-      mesh: the device mesh.
-      abstract: shapes and shardings of the state.
       arrange: turns a staged micro-batch into the rows to train on (`Placement.arrange`).
-      objective: the loss to minimise.
       own_optimizer: makes a user's optimizer; None: the config's.
 
     Returns:

@@ -87,7 +87,6 @@ class Checkpoints:
       identity: facts that a checkpoint must share to be resumed: `{"data": {...}, "model": {...}}`.
       warn: called for every checkpoint set aside.
       num_loading_hosts: hosts that load data, recorded for the next run.
-      run_id: the run's id, recorded too.
 
     Attributes:
       origin: the source of the run's first parameters, recorded in every checkpoint if known.
@@ -260,8 +259,6 @@ class Checkpoints:
         """Starts a save; returns when the arrays may be overwritten, and writes files in the background.
 
         Args:
-          state: the state after the update.
-          position: the position after the update.
           ahead: the task's data for the batches ahead.
 
         Raises:

@@ -76,8 +76,6 @@ def damage_of_state(
     """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the difference, or None.
 
     Args:
-      record: the checkpoint's JSON.
-      state: saved.
       sums_of: computes the checksums of its arrays.
     """
     if record.parameters is None:

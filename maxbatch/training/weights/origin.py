@@ -47,7 +47,6 @@ def open_origin(
     """Opens the origin of a run; all hosts call it.
 
     Args:
-      open_at: opens a path.
       key: the config key that states the path.
       path: in a run folder, takes the checkpoint of the pinned step, or without a pin the first host's newest.
       pin: the required origin; None: any.
@@ -105,7 +104,6 @@ class RunOrigin(Generic[S]):
     """The source of a run's first parameters, opened once.
 
     Args:
-      open_at: opens a path.
       key: the config key that states it.
       path: the stated path; empty for new parameters.
       run_dir: the run's folder.

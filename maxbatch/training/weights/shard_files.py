@@ -123,7 +123,6 @@ def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -
     """Writes blocks into new data files of `_MOST_FILE` bytes or so.
 
     Args:
-      folder: of the files.
       name: begins their names, which no other writer may use.
       blocks: by their names.
 

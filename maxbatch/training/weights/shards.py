@@ -52,7 +52,6 @@ def blocks_here(leaves: Sequence[jax.Array], of_all_hosts: bool) -> dict[str, np
     """Copies the blocks on this host's devices, each once.
 
     Args:
-      leaves: arrays.
       of_all_hosts: copies only first replicas, so that each block is copied on one of all hosts.
     """
     shards = {
@@ -87,8 +86,6 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
     """Reads the arrays of an item of a checkpoint, such as `params`; each host reads the blocks of its devices.
 
     Args:
-      item: its folder.
-      abstract: shapes, types and shardings.
       partial: whether there may be other arrays.
 
     Raises:

@@ -18,7 +18,6 @@ from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.huggingface.folder.safetensors import stored_tensors
-from maxbatch.model.loss import loss_sums
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
@@ -27,7 +26,7 @@ from maxbatch.training.weights.parameters import open_source
 from tests.helpers.configs import error_of
 from tests.helpers.damage import flip_a_parameter
 from tests.helpers.parameters import load_parameters
-from tests.helpers.tiny import read_metrics, tiny_config
+from tests.helpers.tiny import loss_sums, read_metrics, tiny_config
 
 pytestmark = [pytest.mark.runs, pytest.mark.slow]
 

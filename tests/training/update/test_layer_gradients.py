@@ -9,12 +9,11 @@ import pytest
 from flax import nnx
 
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.loss import loss_sums
 from maxbatch.parallel.remat import Remat
 from maxbatch.parallel.sharding import unconstrained
 from maxbatch.training.update.layer_gradients import SummingLayers
 from maxbatch.training.update.state import abstract_model
-from tests.helpers.tiny import tiny_config
+from tests.helpers.tiny import loss_sums, tiny_config
 
 
 def assert_close(actual: jax.Array, desired: jax.Array) -> None:
