@@ -49,6 +49,13 @@ def choose_implementation(config: DecoderConfig, platform: str, context: int) ->
     return config.attention
 
 
+def implementation_on(config: DecoderConfig, constrain: Constrain) -> Kernel:
+    """Returns the implementation on a mesh; the plain one without a mesh, to inspect a model or sample from it."""
+    if constrain.mesh is None:
+        return "dot_product"
+    return choose_implementation(config, constrain.platform, constrain.mesh.shape.get("context", 1))
+
+
 def attend(
     q_MxLxHxh: jax.Array,
     k_MxLxKxh: jax.Array,
@@ -209,11 +216,7 @@ class Attention(nnx.Module):
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         self.scores = ScoreRules(scale, config.attn_logits_soft_cap, config.sliding_window_size)
         self.constrain, self.quantization = constrain, config.quantization
-        # Without a mesh (to inspect a model or sample from it) it is the plain one, whatever the run was trained with.
-        self.implementation: Kernel = "dot_product"
-        if constrain.mesh is not None:
-            context = constrain.mesh.shape.get("context", 1)
-            self.implementation = choose_implementation(config, constrain.platform, context)
+        self.implementation = implementation_on(config, constrain)
 
     def __call__(
         self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False

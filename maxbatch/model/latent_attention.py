@@ -18,7 +18,7 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import MATRICES, attention_widths
-from maxbatch.model.attention import attend, attend_to_cache, choose_implementation
+from maxbatch.model.attention import attend, attend_to_cache, implementation_on
 from maxbatch.model.cache import Cache
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
@@ -28,7 +28,6 @@ from maxbatch.model.rope import Rope, apply_rope
 from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
-from maxbatch.plan.program import Kernel
 
 _EPSILON = 1e-6  # of the latents' norms, whatever that of the others is
 
@@ -50,10 +49,7 @@ class LatentAttention(nnx.Module):
         self.rotated, self.unrotated = config.qk_rope_head_dim, config.qk_nope_head_dim
         self.scores = ScoreRules(_scale(config), config.attn_logits_soft_cap)
         self.constrain, self.quantization = constrain, config.quantization
-        self.implementation: Kernel = "dot_product"  # without a mesh, as in `Attention`
-        if constrain.mesh is not None:
-            context = constrain.mesh.shape.get("context", 1)
-            self.implementation = choose_implementation(config, constrain.platform, context)
+        self.implementation = implementation_on(config, constrain)
 
     def __call__(
         self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False

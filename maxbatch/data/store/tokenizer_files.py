@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
@@ -14,6 +14,7 @@ import numpy as np
 
 from maxbatch.config.values import shown, shown_path, utf8_of
 from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
+from maxbatch.data.store.tokenizers import PlainTokenizer
 from maxbatch.huggingface.folder.hub import folder_of, hub_problem
 from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError, reading
@@ -41,7 +42,7 @@ class _Library(Protocol):
 L = TypeVar("L", bound=_Library)
 
 
-class _FileTokenizer(ABC, Generic[L]):
+class _FileTokenizer(PlainTokenizer, Generic[L]):
     """A tokenizer whose file is found and hashed at once, and loaded at the first use in each process."""
 
     kind: str
@@ -82,25 +83,9 @@ class _FileTokenizer(ABC, Generic[L]):
         """Returns the ids (int32[n]) of each text; no special tokens."""
         return [np.array(ids, np.int32) for ids in self._encode([utf8.decode("utf-8") for utf8 in documents])]
 
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the ids (int32[n]) of a text; no special tokens."""
-        return self.encode_utf8_batch([utf8_of(text)])[0]
-
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
         return self._library.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
-
-    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text."""
-        return self.encode_utf8_batch([utf8_of(text) for text in texts])
-
-    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids."""
-        return self.decode(ids)
-
-    def begins_with_bos(self) -> bool:
-        """Returns whether the tokenizer's own rules put its beginning-of-text token before a text."""
-        return False
 
     def chat_template(self) -> ChatTemplate:
         """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -70,7 +71,35 @@ class Tokenizer(Protocol):
     def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
 
 
-class ByteTokenizer:
+class PlainTokenizer(ABC):
+    """A tokenizer without markup: no special token has a text, and no rule of its own adds one."""
+
+    @abstractmethod
+    def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
+        """Returns the ids (int [n]) of each text; no special tokens."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of ids, without special tokens and unknown ids."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Returns the ids (int32[n]) of a text; no special tokens."""
+        return self.encode_utf8_batch([utf8_of(text)])[0].astype(np.int32, copy=False)
+
+    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """Returns the ids (int32[n]) of each text; special tokens that are spelled out in it become those tokens."""
+        return [self.encode(text) for text in texts]
+
+    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Returns the text of ids, special tokens spelled out."""
+        return self.decode(ids)
+
+    def begins_with_bos(self) -> bool:
+        """Returns whether the tokenizer's own rules put its beginning-of-text token before a text."""
+        return False
+
+
+class ByteTokenizer(PlainTokenizer):
     """UTF-8 bytes as ids 0 to 255; bos 256, eos 257, pad 258. Needs no file and loses nothing."""
 
     vocab_size = BYTE_VOCABULARY
@@ -82,22 +111,6 @@ class ByteTokenizer:
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Returns the ids (uint8[n], n = number of bytes) of each text; no special tokens."""
         return [np.frombuffer(utf8, np.uint8) for utf8 in documents]
-
-    def encode(self, text: str) -> np.ndarray:
-        """Returns the ids (int32[n]) of a text; no special tokens."""
-        return np.frombuffer(utf8_of(text), np.uint8).astype(np.int32)
-
-    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text; no special token has a text here."""
-        return [self.encode(text) for text in texts]
-
-    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids."""
-        return self.decode(ids)
-
-    def begins_with_bos(self) -> bool:
-        """Returns False: bytes have no rules of their own."""
-        return False
 
     def chat_template(self) -> ChatTemplate:
         """Raises ConfigError: bytes have no chat template."""
@@ -112,7 +125,7 @@ class ByteTokenizer:
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class NoTokenizer:
+class NoTokenizer(PlainTokenizer):
     """Token ids without their tokenizer: ids are shown as numbers, and no text becomes ids."""
 
     bos_id = None
@@ -126,22 +139,6 @@ class NoTokenizer:
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
         """Raises ConfigError."""
         raise self._error("text")
-
-    def encode(self, text: str) -> np.ndarray:
-        """Raises ConfigError."""
-        raise self._error("text")
-
-    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Raises ConfigError."""
-        raise self._error("text")
-
-    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the ids as numbers."""
-        return self.decode(ids)
-
-    def begins_with_bos(self) -> bool:
-        """Returns False: there are no rules."""
-        return False
 
     def chat_template(self) -> ChatTemplate:
         """Raises ConfigError."""
