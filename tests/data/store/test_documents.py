@@ -10,16 +10,7 @@ from maxbatch import ConfigError, load_config
 from maxbatch.data.store.documents import STDLIB_HELD_OUT, DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
-
-
-def source(kind: str, path: Path | str, *overrides: str) -> DocumentSource:
-    return DocumentSource.from_config(
-        load_config(overrides=[f"dataset_type={kind}", f"dataset_path={path}", *overrides]).store
-    )
-
-
-def texts(documents: DocumentSource) -> list[str]:
-    return [document.utf8.decode() for document in documents.documents()]
+from tests.data.store.test_formats import source, texts
 
 
 def write(path: Path, content: str | bytes) -> Path:

@@ -101,15 +101,23 @@ def test_every_byte_is_stored_once(saved_once: Path) -> None:
     assert num_bytes == sum(x.nbytes for x in values().values())
 
 
-def test_a_reader_reads_the_blocks_of_its_devices_alone(saved_once: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a host of four does, each of which has one row of devices."""
-    read, read_range = list[int](), shard_files.read_range
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each read of a file."""
+    sizes, read_range = list[int](), shard_files.read_range
 
     def noted(path: AnyPath, begin: int, end: int) -> bytes:
-        read.append(end - begin)
+        sizes.append(end - begin)
         return read_range(path, begin, end)
 
     monkeypatch.setattr(shard_files, "read_range", noted)
+    return sizes
+
+
+def test_a_reader_reads_the_blocks_of_its_devices_alone(
+    saved_once: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a host of four does, each of which has one row of devices."""
     monkeypatch.setattr(shards, "targets_here", lambda leaf: {((0, 2), (0, 4), (0, 6))})
     monkeypatch.setattr(shards, "assembled", lambda leaf, blocks: list(blocks))
     wanted = shapes(values(), mesh(4, 2))
@@ -129,15 +137,8 @@ def test_large_shards_are_cut_into_blocks_that_are_views(monkeypatch: pytest.Mon
 
 
 def test_neighbouring_blocks_are_read_by_one_request_up_to_a_bound(
-    saved_once: Path, monkeypatch: pytest.MonkeyPatch
+    saved_once: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, read_range = list[int](), shard_files.read_range
-
-    def noted(path: AnyPath, begin: int, end: int) -> bytes:
-        read.append(end - begin)
-        return read_range(path, begin, end)
-
-    monkeypatch.setattr(shard_files, "read_range", noted)
     stored, _ = read_index(saved_once / INDEX)
     blocks, errors = shard_files.read_blocks(stored, stored.places)
     assert len(read) == 1 and blocks.keys() == stored.places.keys() and not errors
