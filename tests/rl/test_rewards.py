@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -39,11 +37,6 @@ FUNCTIONS = """
             time.sleep(60)
         if response == "spins":  # and never lets go of the interpreter
             re.match("(a+)+b", "a" * 40)
-        if response == "prints":
-            print("to standard output")
-            os.write(1, b"by its number" * 1000)
-        if response == "forks":
-            os.fork()
         if response == "eats":
             bytearray(1 << 46)
         return {"nan": float("nan"), "huge": 1e300, "text": "1.0", "none": None}.get(response, len(response))
@@ -160,11 +153,6 @@ def test_what_goes_wrong_fails_one_response_and_no_other(functions: Path, tmp_pa
     assert sorted(log.read_text().split()) == sorted(responses * 2)
 
 
-def test_a_function_whose_forked_child_returns_shifts_no_scores(functions: Path) -> None:
-    scores = score("functions.py:obeys", ["forks", "a", "forks", "bb", "ccc"], "reward_worker_count=1")
-    assert scores.rewards.tolist() == [5, 1, 5, 2, 3] and not scores.num_failed
-
-
 def test_a_function_that_eats_memory_fails_alone_and_says_so(functions: Path) -> None:
     scores = score("functions.py:obeys", ["eats", "a"], "reward_worker_count=1")
     assert scores.rewards.tolist() == [-1, 1]
@@ -183,13 +171,6 @@ def test_the_limit_is_per_response_not_per_batch(functions: Path) -> None:
     scores = score("functions:process", ["a"] * 40, "reward_timeout_s=1.5")  # of 0.05 s each
     assert scores.num_timed_out == 0
     assert len(set(scores.rewards.tolist())) == 1
-
-
-def test_what_a_function_prints_goes_to_standard_error(functions: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert score("functions:obeys", ["prints"] * 3).rewards.tolist() == [6] * 3
-    out, err = capfd.readouterr()
-    assert out == ""
-    assert err.count("to standard output") == 3 and err.count("by its number") == 3000
 
 
 def test_a_function_that_changes_its_record_changes_no_other(functions: Path) -> None:
@@ -274,44 +255,3 @@ def test_closing_ends_the_processes_and_whoever_waits(functions: Path) -> None:
     for each in pending:
         with pytest.raises(RuntimeError, match="the rewards were closed"):
             each.result()
-
-
-COMMAND = """
-    import sys, time
-    from maxbatch import load_config
-    from maxbatch.rl.reward_functions import ResponseToScore
-    from maxbatch.config.sections import RLConfig
-    from maxbatch.rl.rewards import Rewards
-
-    scorer = Rewards(load_config(overrides=["reward=functions:obeys", "reward_worker_count=2"]).rl)
-    pids = [worker._process.pid for worker in scorer._pool._workers]
-    pending = scorer.submit([ResponseToScore("p", "spins", {"log": sys.argv[1]})])
-    print(*pids, flush=True)
-    time.sleep(60)
-"""
-
-
-def test_processes_end_with_a_parent_that_is_killed(functions: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    with subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(COMMAND), log], stdout=subprocess.PIPE, text=True
-    ) as command:
-        assert command.stdout is not None
-        pids = [int(pid) for pid in command.stdout.readline().split()]
-        assert len(pids) == 2 and all(map(alive, pids))
-        assert all(os.getpgid(pid) == os.getpgid(command.pid) for pid in pids)
-        wait_for(log.exists)
-        command.kill()
-    try:
-        wait_for(lambda: not any(map(alive, pids)))
-    finally:
-        for pid in filter(alive, pids):
-            os.kill(pid, signal.SIGKILL)
-
-
-def test_ctrl_c_is_left_to_the_parent(functions: Path) -> None:
-    with rewards("functions:obeys") as scorer:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            os.kill(pids_of(scorer._pool)[0], number)
-        scores = scorer.submit(questions(["a"])).result()
-    assert scores.rewards.tolist() == [1]

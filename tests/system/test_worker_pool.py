@@ -257,7 +257,7 @@ def test_workers_end_with_a_parent_that_is_killed(setup: Callable[..., Any], tmp
         # Workers do not import a main module that has no guard.
         assert parent.stdout.readline() == "imported\n"
         pids = [int(pid) for pid in parent.stdout.readline().split()]
-        assert len(pids) == 2
+        assert len(pids) == 2 and all(os.getpgid(pid) == os.getpgid(parent.pid) for pid in pids)
         parent.kill()
         assert parent.stdout.read() == ""
     try:

@@ -336,26 +336,6 @@ def test_an_entry_that_is_there_needs_no_writing(config: Config) -> None:
         folder.parent.chmod(0o755)
 
 
-def test_a_lock_dies_with_its_holder(config: Config) -> None:
-    folder = opened(config).folder
-    shutil.rmtree(folder)
-    lock = folder.parent / f".lock-{folder.name}"
-    holder = (
-        "import time; from pathlib import Path; from maxbatch.system.locks import exclusive\n"
-        f"with exclusive(Path({str(lock)!r})): print(flush=True); time.sleep(100)"
-    )
-    with subprocess.Popen([sys.executable, "-c", holder], stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
-        process.stdout.readline()
-        waiting = threading.Thread(target=opened, args=(config,))
-        waiting.start()
-        waiting.join(0.2)
-        assert waiting.is_alive() and found(config) is None
-        process.kill()
-    waiting.join(60)
-    assert found(config) is not None and os.listdir(folder.parent) == [folder.name]
-
-
 def test_a_store_damaged_under_a_running_job_is_an_error_where_it_is_mapped(config: Config) -> None:
     for damage in ("tokens cut short", "tokens missing", "manifest missing"):
         store = opened(config)
