@@ -43,7 +43,6 @@ class Plan:
     together: int = 0  # the first so many requests are held until all of them have come, and go on at the same moment
     full_after_bytes: int | None = None  # bodies of writes, in sum, after which writes are refused
     full_status: int = 507
-    keeps: bool = False  # bulk removals of S3 remove nothing, and answer 200 with an error for each key
     denied: str = ""  # regular expression on method, path and object of the requests that are answered by 403
 
 
@@ -146,10 +145,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _planned(self, plan: Plan, request: str, size: int) -> bool:
         """Answers by plan; returns whether it did, or the request is to be forwarded."""
-        if plan.keeps and self.command == "POST" and urlsplit(self.path).query.startswith("delete"):
-            error = "<Error><Key>k</Key><Code>InternalError</Code><Message>by plan</Message></Error>"
-            self._answer(200, [("Content-Type", "application/xml")], f"<DeleteResult>{error}</DeleteResult>".encode())
-            return True
         if plan.denied and re.search(plan.denied, request):
             return self._refuse(403)
         if plan.full_after_bytes is not None and self.command in ("PUT", "POST"):
