@@ -9,6 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from aiohttp import ClientPayloadError
+from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
+from gcsfs.retry import HttpError
+from google.auth.exceptions import RefreshError, TransportError
 
 from maxbatch.system import object_stores
 from maxbatch.system.atomic_files import write_atomically, writing_atomically
@@ -199,6 +203,46 @@ def test_a_refusal_is_one_line_with_the_bucket_and_what_to_do(store: Store) -> N
     assert isinstance(missing, RemotePath)
     with pytest.raises(StoreRefused, match="there is no bucket no-such-bucket-here; make it"):
         probe(missing)
+
+
+def answered(code: str, status: int) -> ClientError:
+    return ClientError({"Error": {"Code": code}, "ResponseMetadata": {"HTTPStatusCode": status}}, "PutObject")
+
+
+@pytest.mark.parametrize(
+    ("scheme", "error", "kind", "words"),
+    [
+        ("s3", NoCredentialsError(), StoreRefused, "the credentials are missing"),
+        ("s3", answered("ExpiredToken", 400), StoreRefused, "the credentials are missing"),
+        ("s3", answered("AccessDenied", 403), StoreRefused, "no permission in bucket b"),
+        ("s3", answered("InternalError", 200), StoreFailed, "does not answer"),
+        ("s3", answered("MalformedXML", 400), StoreRefused, "the store refuses"),
+        ("s3", EndpointConnectionError(endpoint_url="x"), StoreFailed, "does not answer"),
+        ("s3", ClientPayloadError(), StoreFailed, "does not answer"),
+        ("gs", RefreshError(), StoreRefused, "the credentials are missing"),
+        ("gs", HttpError({"code": 401}), StoreRefused, "the credentials are missing"),
+        ("gs", OSError("Forbidden: b/x"), StoreRefused, "no permission in bucket b"),
+        ("gs", TransportError(), StoreFailed, "does not answer"),
+        ("gs", HttpError({"code": "503"}), StoreFailed, "does not answer"),
+        ("gs", ClientPayloadError(), StoreFailed, "does not answer"),
+        ("gs", ValueError("Bad Request"), StoreRefused, "the store refuses"),
+    ],
+)
+def test_an_error_of_a_client_is_told_by_its_type_or_status(
+    scheme: str, error: Exception, kind: type[Exception], words: str
+) -> None:
+    for one in (error, caused_by(error)):
+        told = object_stores.meaning(one, f"{scheme}://b/x")
+        assert type(told) is kind and words in str(told) and "\n" not in str(told)
+    bug = KeyError("x")
+    assert object_stores.meaning(bug, f"{scheme}://b/x") is bug
+
+
+def caused_by(error: Exception) -> Exception:
+    """An error of the system that a client raises from its own, as s3fs does."""
+    raised = OSError("translated")
+    raised.__cause__ = error
+    return raised
 
 
 def test_a_probe_leaves_nothing(store: Store) -> None:
