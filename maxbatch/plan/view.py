@@ -18,6 +18,7 @@ from maxbatch.plan.rampup import Stage
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import folded
 from maxbatch.system.terminal import PipeConsole, PlainTable
 
 _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS, _MOST_UPDATES = 40, 8, 5, 16
@@ -136,7 +137,7 @@ def equation(plan: BatchPlan) -> str:
 
 def render_plan(plan: BatchPlan, config: PlanConfig, model: str, console: Console) -> None:
     """Prints the whole plan: the equation, the model, every number by the name it has in JSON, the ramp, the rates."""
-    console.print(Text(equation(plan), style="bold"))
+    console.print(Text(folded(equation(plan), 2, console.width), style="bold"))
     console.print(Text(model))
     console.print(_numbers(plan, console.width), soft_wrap=True, end="")
     try:

@@ -39,6 +39,7 @@ from maxbatch.rl.transcripts import Transcripts
 from maxbatch.rl.warm_start import first_parameters, warm_start_folder, warm_up
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import TimePart
+from maxbatch.system.folding import counted
 from maxbatch.training.agreement import check_same_start
 from maxbatch.training.compile.background import compile_here
 from maxbatch.training.compile.flags import flags_in_force, program_options, state_flags
@@ -66,6 +67,9 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
         session = Session(context, open_policy_training(context))
         if not session.position.step and not broadcast(lambda: context.stop.is_asked):
             assert session.plan.rl is not None, "the config states a batch of prompts"
+            if config.warm_start_steps:
+                updates = counted(config.warm_start_steps, "update")
+                context.console.print(f"warm start: {updates} on worked examples, before reinforcement learning")
             warm = warm_up(config, session.plan.rl, devices)
             if warm and warm.stopped_by:
                 return Outcome(session.position, warm.stopped_by, config.run_dir)

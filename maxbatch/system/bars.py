@@ -10,16 +10,7 @@ from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.control import Control
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    Progress,
-    ProgressColumn,
-    Task,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.segment import ControlType
 from rich.text import Text
 
@@ -152,7 +143,7 @@ class LinesAboveBar:
 def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the bytes done; a bar or lines on standard error show them."""
     console = PlainConsole(stderr=True)
-    columns = (TextColumn(what), BarColumn(16), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    columns = (TextColumn(what), BarColumn(16), DownloadColumn(), TimeRemainingColumn(), TextColumn("left"))
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task, pace, so_far = bar.add_task("", total=total), Pace(total, 0), 0
 

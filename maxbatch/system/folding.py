@@ -9,6 +9,8 @@ import textwrap
 from collections.abc import Sequence
 
 _LEAST_WIDTH = 32  # width of a folded column
+_JOINT = "\0"  # stands for a blank that no line breaks at
+_UNIT = re.compile(r"(?<=\d) (?=[a-z]+\b)")  # between a number and its unit
 _WORD = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
 
 
@@ -33,13 +35,14 @@ def counted(number: int, noun: str) -> str:
 
 
 def folded(line: str, hanging: int, width: int | None) -> str:
-    """Folds a line; the lines after the first are indented by `hanging` columns."""
+    """Folds a line, a number with its unit; the lines after the first are indented by `hanging` columns."""
     if width is None or len(line) <= width:
         return line
     indent = " " * hanging
+    joined = _UNIT.sub(_JOINT, line)
     return textwrap.fill(
-        line, max(width, hanging + 20), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+        joined, max(width, hanging + 20), subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+    ).replace(_JOINT, " ")
 
 
 def folded_parts(parts: Sequence[str], width: int | None) -> str:

@@ -131,7 +131,7 @@ def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: 
     if is_loading(jax.process_index(), expansion):
         own = parts.stream
         stream = open_stream(config) if own is None else as_stream(own, config.stream)
-    data = _agree_on_data(stream, config.dataset_path, jax.process_count() // expansion)
+    data = _agree_on_data(stream, config.dataset_path, f"{config.recipe.unit}s", jax.process_count() // expansion)
     return OpenedPretraining(
         context, parts, concludes, keys, recipe, planning, tasks, mesh_shape, expansion, own_optimizer, model,
         objective, stream, data,
@@ -166,7 +166,7 @@ def _open_tasks(stated: EvaluationConfig, parts: Parts) -> Tasks | None:
     return Tasks(names, "eval_tasks=", limit=stated.eval_tasks_limit)
 
 
-def _agree_on_data(stream: Stream | None, path: str, num_loading_hosts: int) -> TaskData:
+def _agree_on_data(stream: Stream | None, path: str, unit: str, num_loading_hosts: int) -> TaskData:
     """Returns the facts of the first host; the others must read the same data."""
 
     def facts() -> tuple[Mapping[str, object], int | None]:
@@ -175,7 +175,7 @@ def _agree_on_data(stream: Stream | None, path: str, num_loading_hosts: int) -> 
 
     identity, samples_per_epoch = broadcast(facts)
     check_same_data(f"dataset_path={path!r}", stream.identity if stream is not None else identity)
-    return TaskData(identity, samples_per_epoch, num_loading_hosts)
+    return TaskData(identity, samples_per_epoch, num_loading_hosts, unit)
 
 
 @dataclass(frozen=True, eq=False)
@@ -427,7 +427,7 @@ class BuiltPretraining:
         planned, context, reference = self.planned, self.opened.context, found.reference
         if found.missing:
             count = counted(sum(end - first for _, first, end in found.missing), reference.unit)
-            context.console.print(f"reference: {count} under the first parameters")
+            context.console.print(f"reference: log-probabilities of {count}, under the first parameters")
             params = self._first_params()
             reading = planned.programs.reference_pass(planned.plan.eval_batch_size)
             score = planned.executable(reading.name, lambda: reading.lower(planned.abstract.model))

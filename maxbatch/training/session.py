@@ -41,7 +41,7 @@ from maxbatch.system.errors import (
     StoreRefused,
     TrainingError,
 )
-from maxbatch.system.folding import counted
+from maxbatch.system.folding import counted, folded
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.agreement import share_folder
 from maxbatch.training.compile.background import Background
@@ -453,14 +453,16 @@ class Session(Generic[B]):
 
     def _introduce(self, built: Built[B]) -> None:
         """Prints the plan before training: the batch as an equation, the ramp, the model and its devices."""
-        self.console.print(equation(self.plan))
+        self.console.print(folded(equation(self.plan), 2, self.console.width))
         if len(self.plan.manager.stages) > 1:
             self.console.print(ramp_table(self.plan))
         for line in (*built.introduction, *self._changes):
             self.console.print(line)
         (step, samples_seen, *_), data = self.position, self.opened.data
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
-        resumed = f", resumed at step {step}, sample {samples_seen:,}, from {self._restored_from}" if step else ""
+        resumed = (
+            f", resumed at step {step}, after {samples_seen:,} {data.unit}, from {self._restored_from}" if step else ""
+        )
         self.console.print(
             f"{parameters_in_words(self.planned.abstract)} | {self.config.dataset_type}{epoch} | "
             f"{self.config.run_dir}{resumed}"

@@ -183,11 +183,12 @@ def saved_steps(run_dir: Path) -> list[int]:
     return sorted(int(path.name) for path in (run_dir / "checkpoints").iterdir() if path.name.isdigit())
 
 
-def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path) -> None:
+def test_the_warm_start_and_the_evals_leave_what_they_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     keys = ("warm_start_steps=2", "eval_interval=1", "eval_steps=1", "eval_num_generations=2", "steps=2")
     records = train(tmp_path / "run", *keys, "profile_steps=2:3")
     assert any((tmp_path / "run/profile").rglob("*.xplane.pb"))
     assert len(read_metrics(tmp_path / "run/warm_start")) == 2
+    assert "warm start: 2 updates on worked examples, before reinforcement learning\n" in capsys.readouterr().out
     names = {"eval_greedy_pass_at_1", "eval_pass_at_1", "eval_pass_at_2"}
     assert all(names <= record.keys() for record in records)
     assert {f"first_{name}" for name in names} <= records[0].keys()

@@ -22,6 +22,12 @@ def test_folding_loses_nothing(words: list[str], hanging: int, width: int) -> No
     assert folded(" ".join(words), hanging, None) == " ".join(words)
 
 
+def test_a_number_and_its_unit_are_on_one_line() -> None:
+    assert folded("= 16 per device x 1 accumulation step; 4,096 tokens", 2, 46).splitlines() == [
+        "= 16 per device x 1 accumulation step;", "  4,096 tokens",
+    ]  # fmt: skip
+
+
 @given(
     words=st.lists(st.text("ab =;:,{}", min_size=1, max_size=20), min_size=1, max_size=12), width=st.integers(40, 120)
 )

@@ -146,14 +146,17 @@ def test_a_resume_that_is_refused_for_its_reference_or_its_held_out_pairs_writes
     assert not (folder / "new").exists()
 
 
-def test_the_closing_sample_of_pairs_is_a_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_lines_count_pairs_and_the_closing_sample_is_a_chat(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = {"role": "user", "content": "red?"}
     answers = {"chosen": "yes", "rejected": "no"}
     pair = {name: [asked, {"role": "assistant", "content": text}] for name, text in answers.items()}
     form = ("use_sft=false", "dpo_algo=orpo", "steps=1", "global_batch_size=2", *QUICK)
     small = [one for one in SETTINGS if one.startswith(("base_", "head_dim", "use_dpo", "log_to", "compilation_cache"))]
     train(chat_config(tmp_path, [pair] * 4, *small, *form, f"run_dir={tmp_path}/run"), jax.devices()[:1])
-    _, _, sample = capsys.readouterr().out.partition("--- a sample ---")
+    printed, _, sample = capsys.readouterr().out.partition("--- a sample ---")
+    assert ", 4 pairs an epoch | " in printed and "\ndone: step 1, 2 pairs, in " in printed
     assert "\n<|im_start|>user\nred?<|im_end|>\n<|im_start|>assistant\n" in sample
     assert f"next: maxbatch generate {tmp_path}/run --chat\n" in sample
 

@@ -97,12 +97,12 @@ class StepLadder:
         return max(s for s in self._warm if stage.micro_batch_size_to_train_on % s.micro_batch == 0)
 
     def describe(self) -> str:
-        """Returns a line for users: the compiled micro-batches and the reason."""
+        """Returns a line for users: the sizes of the compiled micro-batches and the stages that they run."""
         first, *own = (shape.micro_batch for shape in self._warm + self._later)
         use = dict.fromkeys(own, f"stages of {LONG_STAGE} updates or more")
         use[self._stages[-1].micro_batch_size_to_train_on] = "the last stage"
-        others = "".join(f", {size} for {stages}" for size, stages in use.items() if size in own)
-        return f"compiled micro-batches: {first} for every stage{others}"
+        others = "".join(f", of {size} ({stages})" for size, stages in use.items() if size in own)
+        return f"compiled for micro-batches of {first} (any stage){others}"
 
     def __getitem__(self, shape: BatchShape) -> jax.stages.Compiled:
         return self._ready[shape]

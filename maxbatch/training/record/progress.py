@@ -134,9 +134,9 @@ class RunProgress:
         margin, accuracy = record.get(Metric.MARGIN), record.get(Metric.PAIR_ACCURACY)
         parts = (
             f"step {record[Metric.STEP]}/{self._total}",
-            "loss -" if record[Metric.LOSS] is None else f"loss {record[Metric.LOSS]:.4f}",
-            None if reward is None else f"reward {reward:.3f}",
-            None if margin is None else f"margin {margin:.3f}",
+            "loss -" if record[Metric.LOSS] is None else f"loss {record[Metric.LOSS]:z.4f}",
+            None if reward is None else f"reward {reward:z.3f}",
+            None if margin is None else f"margin {margin:z.3f}",
             None if accuracy is None else f"accuracy {accuracy:.0%}",
             f"batch {record[Metric.GLOBAL_BATCH_SIZE]}{self._counted}",
             f"stage {record[Metric.STAGE]}/{self._num_stages - 1}" if self._num_stages > 1 else None,

@@ -43,10 +43,8 @@ def test_an_executable_whose_stage_is_over_is_never_used() -> None:
         background.start(lambda: None).result(10)
         assert steps.shape_for(stages[2], False).micro_batch == 16, "24 is behind; 16 runs for the first time"
         assert steps.shape_for(stages[2], False).micro_batch == 16
-        described = (
-            "compiled micro-batches: 8 for every stage, 16 for the last stage, 24 for stages of 64 updates or more"
-        )
-        assert steps.describe() == described
+        shapes = "8 (any stage), of 16 (the last stage), of 24 (stages of 64 updates or more)"
+        assert steps.describe() == f"compiled for micro-batches of {shapes}"
 
 
 def test_a_constant_batch_needs_one_executable() -> None:

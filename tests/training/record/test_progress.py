@@ -53,6 +53,11 @@ def test_a_policy_shows_its_reward_and_what_it_passes() -> None:
     assert "| reward 0.500 |" in line and line.endswith("pass@1 0.750 (greedy 0.875) | eval reward 0.438")
 
 
+def test_a_zero_has_no_sign() -> None:
+    (line,) = lines([record(1, loss=-1e-9, reward=-1e-9, margin=-1e-9)])
+    assert "loss 0.0000 | reward 0.000 | margin 0.000 |" in line
+
+
 def test_pairs_show_their_margin_and_accuracy_and_are_counted_as_pairs() -> None:
     (line,) = lines([record(1, margin=0.25, pair_accuracy=0.625)], counted="pairs")
     assert "| margin 0.250 | accuracy 62% | batch 16 pairs |" in line

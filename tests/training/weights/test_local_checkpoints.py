@@ -99,7 +99,7 @@ def test_a_run_goes_on_from_its_local_checkpoint_as_if_nothing_had_happened(
     assert local_states(lost) == ["6"], "the one before goes once the next one is whole"
     train(config_of(lost), ONE)
     said = capsys.readouterr()
-    assert "resumed at step 6, sample 48, from local checkpoints" in said.out and not said.err
+    assert "resumed at step 6, after 48 samples, from local checkpoints" in said.out and not said.err
     train(one_layer_config(f"run_dir={tmp_path / 'whole'}", f"steps={STEPS}", "global_batch_size=8"), ONE)
     assert_same_run(read_metrics(lost / "run"), read_metrics(tmp_path / "whole"))
     assert len({line["compiles"] for line in read_metrics(lost / "run")[LOST_AT:]}) == 1
