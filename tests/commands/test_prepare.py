@@ -20,10 +20,10 @@ from maxbatch import ConfigError, load_config
 from maxbatch.commands import prepare
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.data.store import builder, formats, tokenise
+from maxbatch.data.store.blocks import MappedFile
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.lookup import find_store, open_store
-from maxbatch.data.store.ranged_tokens import MappedTokens
 from maxbatch.data.store.token_store import TokenStore, manifest_checksum, open_folder
 from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.data.stream.stream import open_stream
@@ -64,7 +64,7 @@ def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> 
     assert np.array_equal(cached.tokens[:], store.tokens[:]) and np.array_equal(cached.offsets, store.offsets)
     assert cached.manifest == store.manifest
     assert find_store(load_config(overrides=["dataset_type=tokens", "dataset_path=out"]).store, ByteTokenizer())
-    assert isinstance(store.tokens, MappedTokens) and store.folder == Path("out").absolute(), "nothing is copied"
+    assert isinstance(store.tokens, MappedFile) and store.folder == Path("out").absolute(), "nothing is copied"
 
 
 @pytest.mark.parametrize("tokenizer", ["byte", "huggingface"])

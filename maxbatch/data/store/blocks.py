@@ -158,7 +158,7 @@ class Blocks:
         path = self._folder / BLOCKS
         if isinstance(path, Path):
             with self._lock:
-                return self._mapped.read(slice(first, end))
+                return self._mapped[first:end]
         if self.num_bytes > WHOLE_BYTES:
             data = read_range(path, first * _HASH.itemsize, end * _HASH.itemsize)
             if len(data) != (end - first) * _HASH.itemsize:
@@ -182,7 +182,7 @@ class Blocks:
 
 
 class MappedFile:
-    """A memory-mapped local file; parts are checked on first read per process, 64 KiB at a time.
+    """The array in a local file, memory-mapped; parts are checked on first read per process, 64 KiB at a time.
 
     Args:
       blocks: its hashes; None if the store has none.
@@ -193,12 +193,20 @@ class MappedFile:
         with open(path, "rb") as file:
             self._refuse_shrunk(os.fstat(file.fileno()).st_size)
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
-        self.array = np.frombuffer(self._map, dtype)
+        self._array = np.frombuffer(self._map, dtype)
         self._shift = (CHUNK_BYTES // dtype.itemsize).bit_length() - 1
         self._is_checked = np.zeros(-(-size // CHUNK_BYTES), bool)
         self._is_whole = blocks is None  # nothing is left to check
 
-    def read(self, places: np.ndarray | slice) -> np.ndarray:
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of its values."""
+        return self._array.dtype
+
+    def __len__(self) -> int:
+        return len(self._array)
+
+    def __getitem__(self, places: np.ndarray | slice) -> np.ndarray:
         """Returns the values at some indices, each at least 0.
 
         Raises:
@@ -207,11 +215,11 @@ class MappedFile:
         self._refuse_shrunk(self._map.size())
         if not self._is_whole:
             self._check(self._chunks(places))
-        return self.array[places]
+        return self._array[places]
 
     def _chunks(self, places: np.ndarray | slice) -> np.ndarray:
         if isinstance(places, slice):
-            begin, end, _ = places.indices(len(self.array))
+            begin, end, _ = places.indices(len(self._array))
             return np.arange(begin >> self._shift, ((end - 1) >> self._shift) + 1 if end > begin else 0)
         return places >> self._shift
 
@@ -221,7 +229,7 @@ class MappedFile:
         is_checked = self._is_checked[chunks]
         if is_checked.all():
             return
-        data = self.array.view(np.uint8)
+        data = self._array.view(np.uint8)
         for chunk in np.unique(chunks[~is_checked]).tolist():
             begin = chunk * CHUNK_BYTES
             self._blocks.check(self._path.name, begin, data[begin : begin + CHUNK_BYTES])

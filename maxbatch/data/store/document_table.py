@@ -136,12 +136,12 @@ class MappedTable(LocalTable):
         header = _header(path, read_range(path, 0, _HEADER_BYTES), num_documents)
         self._skipped = header.offset // 8
         self._file = MappedFile(path, np.dtype("<i8"), size, blocks)
-        ends = self._file.read(np.array([0, num_documents]) + self._skipped)
+        ends = self._file[np.array([0, num_documents]) + self._skipped]
         if ends.tolist() != [0, num_tokens]:
             raise _damaged(path, f"it goes from token {ends[0]} to {ends[1]}, and the store has {num_tokens}")
 
     def starts(self, documents_n: np.ndarray) -> np.ndarray:
-        starts_n = self._file.read(documents_n + self._skipped)
+        starts_n = self._file[documents_n + self._skipped]
         if not self._has_hashes:
             in_order = starts_n.ravel()[np.argsort(documents_n, axis=None, kind="stable")]
             if (np.diff(in_order, prepend=0, append=self._num_tokens) < 0).any():

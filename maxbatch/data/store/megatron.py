@@ -34,7 +34,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.blocks import MappedFile
 from maxbatch.data.store.cache_folder import cache_file, keep, recall, writing_cache
 from maxbatch.data.store.document_table import LocalTable
-from maxbatch.data.store.ranged_tokens import CheckedIds, MappedTokens, RangedTokens, readers
+from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens, readers
 from maxbatch.data.store.store import IDS, StoreFacts
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
@@ -182,11 +182,11 @@ class MegatronStore:
     def tokens(self) -> CheckedIds:
         """The ids, mapped or read by range."""
         path, count, dtype = self.folder, self.manifest["tokens"], np.dtype(self.dtype)
-        ids: MappedTokens | RangedTokens
+        ids: MappedFile | RangedTokens
         if is_remote(path):
             ids = RangedTokens([path], self.dtype, [count])
         else:
-            ids = MappedTokens(MappedFile(path, dtype, count * dtype.itemsize, None))
+            ids = MappedFile(path, dtype, count * dtype.itemsize, None)
         return CheckedIds(ids, 1 << 31 if self.vocab_size is None else self.vocab_size, path)
 
     @cached_property

@@ -86,26 +86,13 @@ class RangedTokens:
             blocks = self._blocks
             data = blocks.read_range(file.name, first, last) if blocks else file.read_range(first, last)
             return np.frombuffer(data, self.dtype)
-        return self._mapped(number, file).read(slice(begin, end))
+        return self._mapped(number, file)[begin:end]
 
     def _mapped(self, number: int, file: Path) -> MappedFile:
         if number not in self._maps:
             size = int(self._starts[number + 1] - self._starts[number]) * self.dtype.itemsize
             self._maps[number] = MappedFile(file, self.dtype, size, self._blocks)
         return self._maps[number]
-
-
-class MappedTokens:
-    """An array of tokens in one file of this machine; slices and lists of places are read on access."""
-
-    def __init__(self, file: MappedFile) -> None:
-        self._file, self.dtype = file, file.array.dtype
-
-    def __len__(self) -> int:
-        return len(self._file.array)
-
-    def __getitem__(self, places: np.ndarray | slice) -> np.ndarray:
-        return self._file.read(places)
 
 
 def _longest_step(steps: np.ndarray, num_wanted: int, itemsize: int) -> int:
@@ -135,7 +122,7 @@ class CheckedIds:
       where: the file, for messages.
     """
 
-    def __init__(self, tokens: MappedTokens | RangedTokens, vocab_size: int, where: AnyPath) -> None:
+    def __init__(self, tokens: MappedFile | RangedTokens, vocab_size: int, where: AnyPath) -> None:
         self._tokens, self._vocab_size, self._where = tokens, vocab_size, where
         self.dtype = tokens.dtype
 

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Protocol, Required, TypedDict
 if TYPE_CHECKING:
     import numpy as np
 
+    from maxbatch.data.store.blocks import MappedFile
     from maxbatch.data.store.document_table import BlockTable
-    from maxbatch.data.store.ranged_tokens import CheckedIds, MappedTokens, RangedTokens
+    from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens
     from maxbatch.system.storage import AnyPath
 
 IDS = "ids"  # the identity of the tokenizer of data that hold token ids
@@ -59,7 +60,7 @@ class Store(Protocol):
     def manifest(self) -> StoreFacts: ...
 
     @property
-    def tokens(self) -> np.ndarray | MappedTokens | RangedTokens | CheckedIds: ...  # all of them, in order
+    def tokens(self) -> np.ndarray | MappedFile | RangedTokens | CheckedIds: ...  # all of them, in order
 
     @property
     def table(self) -> BlockTable: ...

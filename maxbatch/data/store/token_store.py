@@ -44,7 +44,7 @@ from maxbatch.system.storage import AnyPath, file_sizes, is_remote
 
 if TYPE_CHECKING:
     from maxbatch.data.store.documents import DocumentSource
-    from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
+    from maxbatch.data.store.ranged_tokens import RangedTokens
 
 VERSION = 2
 _MOST_MANIFEST_BYTES = 64 << 20  # it lists held-out documents, which may be millions
@@ -109,7 +109,7 @@ class TokenStore:
     manifest: Manifest
 
     @cached_property
-    def tokens(self) -> np.ndarray | MappedTokens | RangedTokens:
+    def tokens(self) -> np.ndarray | MappedFile | RangedTokens:
         """uint16 or uint32 [tokens]: memory-mapped, or read by range if they lie in an object store or in shards.
 
         Raises ConfigError if the store was replaced since it was opened; reading them does if they are damaged.
@@ -118,14 +118,14 @@ class TokenStore:
         dtype = np.dtype(self.manifest["dtype"])
         if not self.manifest["tokens"]:  # An empty file cannot be mapped.
             return np.zeros(0, dtype)
-        from maxbatch.data.store.ranged_tokens import MappedTokens, RangedTokens
+        from maxbatch.data.store.ranged_tokens import RangedTokens
 
         files = {self.folder / name: size for name, size in self.manifest["sizes"].items() if name not in _BESIDE}
         (path, size), *others = files.items()
         if others or is_remote(path):
             sizes = [size // dtype.itemsize for size in files.values()]
             return RangedTokens(list(files), dtype.name, sizes, self.blocks)
-        return MappedTokens(MappedFile(path, dtype, size, self.blocks))
+        return MappedFile(path, dtype, size, self.blocks)
 
     @cached_property
     def blocks(self) -> Blocks | None:

@@ -14,9 +14,10 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from maxbatch.data.store.blocks import MappedFile
 from maxbatch.data.store.document_table import DocumentTable, WholeTable
 from maxbatch.data.store.heldout import Records
-from maxbatch.data.store.ranged_tokens import CheckedIds, MappedTokens, RangedTokens
+from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens
 from maxbatch.data.store.store import Store
 from maxbatch.data.stream.trained_tokens import ConversationFigures
 
@@ -212,7 +213,7 @@ class DocumentPlan:
 
 
 def assemble(
-    tokens: np.ndarray | MappedTokens | RangedTokens | CheckedIds,
+    tokens: np.ndarray | MappedFile | RangedTokens | CheckedIds,
     pieces: Pieces,
     num_rows: int,
     row_length: int,
