@@ -64,16 +64,6 @@ class ResponseScores(NamedTuple):
             problem=next((part["problem"] for part in parts if part["problem"]), ""),
         )
 
-    @property
-    def num_failed(self) -> int:
-        """Responses without a score, except for timeouts."""
-        return int(self.failed.sum())
-
-    @property
-    def num_timed_out(self) -> int:
-        """Responses that took too long."""
-        return int(self.timed_out.sum())
-
 
 @dataclasses.dataclass(frozen=True)
 class Pending:

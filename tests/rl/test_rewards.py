@@ -121,7 +121,7 @@ def test_scores_of_several_hosts_are_joined_as_if_one_had_scored_them(functions:
     whole = score(terms, texts)
     parts = [score(terms, part).to_json() for part in (texts[:3], [], texts[3:])]
     joined = ResponseScores.joined(json.loads(json.dumps(parts)))
-    assert repr(joined) == repr(whole) and whole.num_failed == 2
+    assert repr(joined) == repr(whole) and whole.failed.sum() == 2
 
 
 def test_functions_of_one_name_are_called_by_their_whole_term() -> None:
@@ -147,7 +147,7 @@ def test_what_goes_wrong_fails_one_response_and_no_other(functions: Path, tmp_pa
         for scores in (each.result() for each in pending):
             assert scores.rewards.tolist() == expected
             assert scores.by_name["prompt_length"].tolist() == [-1 if reward < 0 else 1 for reward in expected]
-            assert (scores.num_failed, scores.num_timed_out) == (len(failing), 1)
+            assert (scores.failed.sum(), scores.timed_out.sum()) == (len(failing), 1)
             assert scores.problem == "obeys raised ValueError: two lines"
     # Nothing is lost and nothing is asked twice.
     assert sorted(log.read_text().split()) == sorted(responses * 2)
@@ -164,18 +164,18 @@ def test_a_response_that_takes_too_long_says_so(functions: Path) -> None:
     scores = score("functions:obeys", ["spins", "a"], "reward_timeout_s=0.5")
     assert time.monotonic() - begin < 60
     assert scores.rewards.tolist() == [-1, 1]
-    assert (scores.num_failed, scores.num_timed_out, scores.problem) == (0, 1, "took more than 0.5 s")
+    assert (scores.failed.sum(), scores.timed_out.sum(), scores.problem) == (0, 1, "took more than 0.5 s")
 
 
 def test_the_limit_is_per_response_not_per_batch(functions: Path) -> None:
     scores = score("functions:process", ["a"] * 40, "reward_timeout_s=1.5")  # of 0.05 s each
-    assert scores.num_timed_out == 0
+    assert scores.timed_out.sum() == 0
     assert len(set(scores.rewards.tolist())) == 1
 
 
 def test_a_function_that_changes_its_record_changes_no_other(functions: Path) -> None:
     scores = score("functions:takes_away;functions:obeys", ["a"] * 20)
-    assert scores.num_failed == 0
+    assert scores.failed.sum() == 0
     assert scores.rewards.tolist() == [2] * 20
 
 
@@ -195,7 +195,7 @@ def test_batches_are_handed_in_at_once_and_keep_their_order_and_lose_nothing_whe
         results = [each.result() for each in reversed(pending)][::-1]
         assert scorer.submit([]).result().rewards.tolist() == []
     for i, scores in enumerate(results):
-        assert not scores.num_failed
+        assert not scores.failed.any()
         assert scores.by_name["obeys"].tolist() == [n + i for n in range(8)]
     assert len({value for scores in results for value in scores.by_name["process"].tolist()}) == 2
 
@@ -242,7 +242,7 @@ def test_a_function_that_vanished_fails_responses_and_ends_nothing(functions: Pa
         functions.unlink()
         scores = scorer.submit(questions(["dies", "a", "b"])).result()
     assert scores.rewards.tolist() == [-1, -1, -1]
-    assert scores.num_failed == 3
+    assert scores.failed.sum() == 3
 
 
 def test_closing_ends_the_processes_and_whoever_waits(functions: Path) -> None:
