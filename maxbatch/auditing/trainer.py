@@ -165,7 +165,7 @@ class Subject:
             after, rounding = self._params(trainer, state)
             params.append(after)
         if losses and len(losses) < len(batches):
-            raise ConfigError("step: metrics['loss'] must be there after every update, or after none")
+            raise ConfigError("step: metrics['loss'] must be present after every update, or after none")
         return Run(params, losses, metrics, rounding), state
 
     def _params(self, trainer: _Trainer, state: object) -> tuple[dict[str, np.ndarray], dict[str, float]]:

@@ -199,8 +199,8 @@ class PromptText:
         if messages is None:
             return Written(self.template.fill(record, place), is_chat=False)
         if messages[-1]["role"] == "assistant":
-            raise ConfigError(f"{where}: the last message is the assistant's, which is no prompt; works: the messages "
-                              "before it")  # fmt: skip
+            raise ConfigError(f"{where}: the last message is the assistant's, but a prompt ends before it; works: the "
+                              "messages before it")  # fmt: skip
         chat = self.chat
         try:
             return Written(chat.text(messages), is_chat=True)

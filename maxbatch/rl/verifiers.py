@@ -148,5 +148,5 @@ def _passes(program: str, tests: list[str]) -> bool:
         answer.seek(0)
         found = answer.read(len(ready + passed) + 1).decode(errors="replace")
     if not found.startswith(ready):
-        raise RuntimeError(f"the process of a program did not begin with it within {PROGRAM_LIMIT_S:g} s")
+        raise RuntimeError(f"the program did not start within {PROGRAM_LIMIT_S:g} s")
     return found == ready + passed

@@ -58,7 +58,7 @@ class HostSession:
         """Sets up a test, runs its phases as they are requested, and returns the answer to the last."""
         item = self._tests.get(phase.test)
         if item is None:
-            return Raised(f"{phase.test} is not among the tests that this host collects: its parameters are others")
+            return Raised(f"{phase.test} is not among the tests that this host collects: its parameters differ")
         self._phase, self._warnings = phase, []
         try:
             self._session._setupstate.teardown_exact(item)  # another test was to follow the last one
