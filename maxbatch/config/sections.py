@@ -116,7 +116,7 @@ class BatchConfig(Section, changes=THE_BATCH):
         "true: a batch stated globally need not divide; rows of zero weight fill the last pass", BATCH, maxtext=OURS)
     expansion_factor_real_data: Exact = key(-1,
         "e: -1 or 1: every host loads; e > 1: one host in e loads; 0 < e < 1: a resume on e x the loading hosts",
-        PROGRAM, warm_start=False, changes="which hosts load")
+        PROGRAM, warm_start=False, changes="the hosts that load data")
 
 
 class RampConfig(Section, changes=THE_BATCH):
@@ -188,7 +188,7 @@ class RLConfig(Section, changes="responses, rewards or their loss"):
         "seconds that one response may take", PROGRAM, POSITIVE, "seconds", maxtext=OURS)
     reward_on_failure: float = key(0.0, "score of a response whose reward crashed or timed out", PROGRAM, maxtext=OURS)
     transcript_period: int = key(10, "batches between records of trained responses in transcripts.jsonl; -1: none",
-        NOTHING, COUNT_OR_OFF, "batches", maxtext=OURS, changes="what is logged")
+        NOTHING, COUNT_OR_OFF, "batches", maxtext=OURS, changes="the logs")
     prompt_template: str = key("{prompt}", "text of a prompt, from the fields of its record; a field alone, "
         '"{messages}", may hold a conversation', PROGRAM | Fixes.PROMPTS, maxtext=OURS)
     eval_num_generations: int = key(8, "responses per held-out prompt: pass@1 is their mean, pass@k: one is right",
@@ -247,7 +247,7 @@ class OptimizerConfig(Section, changes="the updates"):
         "largest global norm of the update's gradient; 0: no clipping", PROGRAM, FROM_ZERO)
     gradient_noise_scale: bool = key(True,
         "measure the gradient noise scale from parts of a batch (McCandlish et al. 2018)", PROGRAM, maxtext=OURS,
-        changes="what is measured")
+        changes="the measured metrics")
     max_consecutive_skips: int = key(10,
         "the run ends after this many non-finite updates in a row; >= 1", NOTHING, COUNT, "updates", maxtext=OURS,
         changes="the point where a diverging run ends")
@@ -409,7 +409,7 @@ class DataConfig(Section, changes="the data"):
         '(*.yml), or by position "{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"', Fixes.CONTENT, changes="")
     eval_dataset_path: DataPaths = key("",
         'held-out data of the same type, a list too; "": eval_fraction', Fixes.CONTENT, maxtext=OURS, warm_start=False,
-        changes="what is evaluated")
+        changes="the evals")
     eval_fraction: float = key(0,
         "share of the documents held out, evenly spread; python_stdlib holds out a fixed list", Fixes.CONTENT,
         BELOW_ONE, "share of the documents", maxtext=OURS, warm_start=False)
@@ -515,7 +515,7 @@ class CheckpointConfig(Section, changes="the states that are kept"):
         NOTHING, FROM_ZERO, "updates", warm_start=False)
 
 
-class EvaluationConfig(Section, changes="what is evaluated"):
+class EvaluationConfig(Section, changes="the evals"):
     """Eval."""
 
     eval_per_device_batch_size: Exact | None = key(None,
@@ -535,7 +535,7 @@ class EvaluationConfig(Section, changes="what is evaluated"):
         COUNT, "evals", maxtext=OURS, warm_start=False, changes="the end of the run")
 
 
-class LoggingConfig(Section, changes="what is logged"):
+class LoggingConfig(Section, changes="the logs"):
     """Logging."""
 
     log_to: Words = key("tensorboard", "tensorboard, wandb, mlflow, or several: [tensorboard, wandb]; none "
