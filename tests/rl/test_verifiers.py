@@ -71,7 +71,7 @@ def test_a_program_passes_whatever_it_leaves_behind() -> None:
 def test_a_process_that_cannot_begin_is_a_failure_and_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verifiers, "_ROOT", "/nowhere")
     monkeypatch.setattr(verifiers.sys, "executable", "/bin/false")
-    with pytest.raises(RuntimeError, match="did not begin"):
+    with pytest.raises(RuntimeError, match="did not start"):
         passes_tests("", RIGHT, TESTS)
 
 
