@@ -453,7 +453,8 @@ def test_the_script_of_a_jobset_names_its_file() -> None:
     assert done.returncode == 2 and done.stderr.startswith("usage: ")
 
 
-def test_the_ray_job_runs_a_sweep_with_a_trial_on_every_node() -> None:
+def test_the_ray_job_runs_a_sweep_with_a_trial_on_every_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://localhost:9")  # nobody waits for credentials of its bucket
     settings, job = yaml.safe_load_all((LAUNCH / "ray_gke.yml").read_text())
     entrypoint = shlex.split(job["spec"]["entrypoint"])
     args = make_parser("sweep").parse_args(entrypoint[2:])
