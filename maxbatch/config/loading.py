@@ -157,7 +157,7 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
         _apply(settings, layer)
         _settle_run_dir(settings, layer)
     values = _values(settings)
-    check_rules(values, keys())
+    check_rules(Config.of(values), keys())
     if not any("batch_size" in layer for layer in [*below[1:], *above]):
         in_files = [layer for layer in above if {"micro_batch_size", "gradient_accumulation_steps"} <= layer.keys()]
         places = [layer["micro_batch_size"].where.rpartition(":")[0] for layer in in_files]

@@ -11,7 +11,7 @@ from maxbatch.config.keys import Key, Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
-from maxbatch.config.sections import READY_TASKS, STORES, customised_tensors, names_of
+from maxbatch.config.sections import READY_TASKS, STORES, AllKeys, customised_tensors, names_of
 from maxbatch.config.values import Value, in_runs, in_tokens, shown
 from maxbatch.system.errors import ConfigError
 
@@ -171,75 +171,74 @@ def check_vocabulary(values: Keyed, tokens: int) -> None:
         raise ConfigError(f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; {works}")
 
 
-def check_rules(values: Values, keys: Mapping[str, Key]) -> None:
+def check_rules(config: AllKeys, keys: Mapping[str, Key]) -> None:
     """Raises ConfigError for values that exclude each other, and for values that a type cannot check."""
 
     def fault(name: str, rule: str, nearest: object = None) -> ConfigError:
-        return keys[name].fault(keys[name].write(values[name]), rule, nearest)
+        return keys[name].fault(keys[name].write(config[name]), rule, nearest)
 
-    if all(values[name] is None for name in _LENGTHS):
+    family = FAMILIES[config.decoder_block]
+    if all(config[name] is None for name in _LENGTHS):
         raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must set the length; works: steps=300")
     pair = ("global_batch_size", "gradient_accumulation_steps")
-    if values["per_device_batch_size"] is None and any(values[name] is None for name in pair):
+    if config.per_device_batch_size is None and any(config[name] is None for name in pair):
         raise fault("per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16)
     for name in _OTHER_BATCHES:
-        if values["enable_rampup_batch_size"] and values[name] is not None:
-            raise ConfigError(f"{name}={shown(str(values[name]))}: must not be stated beside "
+        if config.enable_rampup_batch_size and config[name] is not None:
+            raise ConfigError(f"{name}={shown(str(config[name]))}: must not be stated beside "
                               f"enable_rampup_batch_size=true; works: {name}=null")  # fmt: skip
-    _check_decays(values, keys, fault)
-    if values["adam_scaling"] == "sde":
+    _check_decays(config, keys, fault)
+    if config.adam_scaling == "sde":
         for name, needed in (("opt_type", "adamw"), ("learning_rate_scaling", "sqrt")):
-            if values[name] != needed:
+            if config[name] != needed:
                 rule = f"{needed} beside adam_scaling=sde, a rule for Adam with the square root"
                 raise fault(name, rule, needed)
-    if values["packing_strategy"] == "best_fit" and not values["packing"]:
+    if config.packing_strategy == "best_fit" and not config.packing:
         raise fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
-    check_kind(values, fault)
-    if values["load_full_state_path"] and values["load_parameters_path"]:
+    check_kind(config, fault)
+    if config.load_full_state_path and config.load_parameters_path:
         raise fault("load_full_state_path", "empty beside load_parameters_path: a run starts from one of them", '""')
-    flags = str(values["libtpu_flags"])
+    flags = config.libtpu_flags
     if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
         raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
-    has_experts = FAMILIES[str(values["decoder_block"])].has_experts
-    for name in customised_tensors(values):
-        if values["remat_policy"] != "custom" and (has_experts or name not in KEPT_OF_EXPERTS):
-            raise ConfigError(f"{name}={values[name]}: is a key of remat_policy=custom; works: remat_policy=custom")
-    if values["early_stopping_patience"] is not None and values["eval_interval"] == -1:
+    for name in customised_tensors(config):
+        if config.remat_policy != "custom" and (family.has_experts or name not in KEPT_OF_EXPERTS):
+            raise ConfigError(f"{name}={config[name]}: is a key of remat_policy=custom; works: remat_policy=custom")
+    if config.early_stopping_patience is not None and config.eval_interval == -1:
         raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
-    if values["eval_tasks"]:
-        if values["eval_interval"] == -1:
+    if config.eval_tasks:
+        if config.eval_interval == -1:
             raise fault("eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100)
-    elif values["eval_tasks_limit"] is not None:
+    elif config.eval_tasks_limit is not None:
         raise fault("eval_tasks_limit", "null without eval_tasks, whose documents it counts", "null")
-    _check_local_checkpoints(values, fault)
-    if values["lora_rank"]:
-        _check_adapters(values, fault)
-    if not values["run_dir"]:
+    _check_local_checkpoints(config, fault)
+    if config.lora_rank:
+        _check_adapters(config, fault)
+    if not config.run_dir:
         raise fault("run_dir", "the path of a folder", "runs/default")
-    number = {name: value for name, value in values.items() if isinstance(value, int | float)}
-    heads, kv_heads = int(number["base_num_query_heads"]), int(number["base_num_kv_heads"])
-    if heads % kv_heads and not FAMILIES[str(values["decoder_block"])].has_latents:
+    heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
+    if heads % kv_heads and not family.has_latents:
         multiple = max(1, round(heads / kv_heads)) * kv_heads
         raise fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
-    if number["head_dim"] % 2:
-        raise fault("head_dim", "even, since rotary embeddings turn pairs", number["head_dim"] + 1)
-    _check_layers(values, fault)
-    _check_experts(values, keys, fault)
-    if values["quantization"] == "int8":
-        _check_int8_sums(number, FAMILIES[str(values["decoder_block"])].has_latents, fault)
-    warmup, decay = number["warmup_steps_fraction"], number["wsd_decay_steps_fraction"]
-    if values["learning_rate_schedule"] == "wsd" and warmup + decay > 1:
+    if config.head_dim % 2:
+        raise fault("head_dim", "even, since rotary embeddings turn pairs", config.head_dim + 1)
+    _check_layers(config, fault)
+    _check_experts(config, keys, fault)
+    if config.quantization == "int8":
+        _check_int8_sums(config, family.has_latents, fault)
+    warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
+    if config.learning_rate_schedule == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
         rule = f"at most {rest}, what warmup_steps_fraction={warmup:g} leaves of the run"
         raise fault("wsd_decay_steps_fraction", rule, rest)
-    window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", str(values["profile_steps"]))
-    if values["profile_steps"] and not (window and int(window[1]) < int(window[2])):
+    window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", config.profile_steps)
+    if config.profile_steps and not (window and int(window[1]) < int(window[2])):
         raise fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
 
 
-def _check_local_checkpoints(values: Values, fault: Callable[..., ConfigError]) -> None:
+def _check_local_checkpoints(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for local checkpoints without a place or a period, or in a run that cannot have them."""
-    directory, period = values["local_checkpoint_directory"], values["local_checkpoint_period"]
+    directory, period = config.local_checkpoint_directory, config.local_checkpoint_period
     if not directory:
         if period:
             rule = "0 without local_checkpoint_directory, the path on each host that they are kept below"
@@ -247,25 +246,25 @@ def _check_local_checkpoints(values: Values, fault: Callable[..., ConfigError]) 
         return
     if not period:
         raise fault("local_checkpoint_period", "at least 1 beside local_checkpoint_directory", 10)
-    if not values["enable_checkpointing"]:
+    if not config.enable_checkpointing:
         raise fault("enable_checkpointing", "true beside local_checkpoint_directory", "true")
 
 
-def _check_decays(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+def _check_decays(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for a decay stated neither per update nor in tokens, or in an invalid number of tokens."""
     for per_update, name in _IN_TOKENS.items():
-        text = values[name]
+        text = config[name]
         if text is None:
-            if values[per_update] is None:
+            if config[per_update] is None:
                 raise fault(per_update, f"a number unless {name} is stated", keys[per_update].default)
             continue
         takes_runs = name == "weight_decay_timescale"
         _check_tokens(name, str(text), takes_runs, fault)
-        if values["adam_scaling"] == "sde" and not takes_runs:
+        if config.adam_scaling == "sde" and not takes_runs:
             raise fault(name, "null beside adam_scaling=sde, which makes the decays follow the batch as well", "null")
-    if values["parameter_average_half_life"] is not None:
+    if config.parameter_average_half_life is not None:
         name = "parameter_average_half_life"
-        _check_tokens(name, str(values[name]), False, fault)
+        _check_tokens(name, str(config[name]), False, fault)
 
 
 def _check_tokens(name: str, text: str, takes_runs: bool, fault: Callable[..., ConfigError]) -> None:
@@ -276,29 +275,29 @@ def _check_tokens(name: str, text: str, takes_runs: bool, fault: Callable[..., C
         raise fault(name, rule, "1.0run" if takes_runs else "2Mt")
 
 
-def _check_adapters(values: Values, fault: Callable[..., ConfigError]) -> None:
+def _check_adapters(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for adapters without a model to adapt, or in a run that cannot have them."""
-    if values["load_full_state_path"]:
+    if config.load_full_state_path:
         rule = "0 beside load_full_state_path, whose optimizer has a state for every parameter; load_parameters_path "
         raise fault("lora_rank", rule + "names the model to adapt", 0)
-    if not values["load_parameters_path"]:
+    if not config.load_parameters_path:
         raise fault("lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0)
 
 
-def _check_layers(values: Values, fault: Callable[..., ConfigError]) -> None:
+def _check_layers(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for keys of a layer's form that exclude each other."""
-    pattern = [word.strip() for word in str(values["attention_type"]).split(",")]
+    pattern = [word.strip() for word in config.attention_type.split(",")]
     if not set(pattern) <= {GLOBAL, LOCAL}:
         raise fault("attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL)
-    if LOCAL in pattern and not values["sliding_window_size"]:
-        raise fault("sliding_window_size", f"at least 1 beside attention_type={values['attention_type']}", 1024)
-    positions, length = values["trainable_position_size"], values["max_target_length"]
-    if isinstance(positions, int) and isinstance(length, int) and 0 < positions < length:
+    if LOCAL in pattern and not config.sliding_window_size:
+        raise fault("sliding_window_size", f"at least 1 beside attention_type={config.attention_type}", 1024)
+    positions, length = config.trainable_position_size, config.max_target_length
+    if 0 < positions < length:
         raise fault("max_target_length", f"at most trainable_position_size={positions}", positions)
-    if values["rope_type"] == "longrope":
-        _check_factors(values, fault)
-    low, high = values["rope_low_freq_factor"], values["rope_high_freq_factor"]
-    if isinstance(low, float) and isinstance(high, float) and high <= low:
+    if config.rope_type == "longrope":
+        _check_factors(config, fault)
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    if high <= low:
         raise fault("rope_high_freq_factor", f"greater than rope_low_freq_factor={low:g}", 4 * low)
 
 
@@ -319,25 +318,25 @@ _NOT_OF_LATENTS = (
 )  # fmt: skip
 
 
-def _check_int8_sums(number: Mapping[str, float], has_latents: bool, fault: Callable[..., ConfigError]) -> None:
+def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = (
         f"so small with quantization=int8 that no product sums over more than {_MOST_INT8_TERMS:,}, which int32 holds"
     )
     for name in ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"):
-        times = number["shared_experts"] or 1 if name == "base_moe_mlp_dim" else 1
-        if number[name] * times > _MOST_INT8_TERMS:
-            raise fault(name, rule, _MOST_INT8_TERMS // int(times))
-    width, together = int(number["head_dim"]), int(number["base_num_kv_heads"])
+        times = config.shared_experts or 1 if name == "base_moe_mlp_dim" else 1
+        if config[name] * times > _MOST_INT8_TERMS:
+            raise fault(name, rule, _MOST_INT8_TERMS // times)
+    width, together = config.head_dim, config.base_num_kv_heads
     if has_latents:
-        width, together = int(number["qk_nope_head_dim"] + max(number["qk_rope_head_dim"], number["v_head_dim"])), 1
-    if number["base_num_query_heads"] * width > _MOST_INT8_TERMS:
+        width, together = config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim), 1
+    if config.base_num_query_heads * width > _MOST_INT8_TERMS:
         raise fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
 
 
-def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for keys of experts that exclude each other, or that the family lacks."""
-    family, num_experts = FAMILIES[str(values["decoder_block"])], int(str(values["num_experts"]))
+    family, num_experts = FAMILIES[config.decoder_block], config.num_experts
     block = f"decoder_block={family.decoder_block}"
 
     def refuse(name: str, rule: str, works: Mapping[str, object]) -> ConfigError:
@@ -346,7 +345,7 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
 
     def stated(names: tuple[str, ...]) -> dict[str, object]:
         """Returns the defaults of the keys that differ from them."""
-        return {name: keys[name].default for name in names if values[name] != keys[name].read(keys[name].default)}
+        return {name: keys[name].default for name in names if config[name] != keys[name].read(keys[name].default)}
 
     if not family.has_experts and (works := stated(_OF_EXPERTS)):
         name, works = next(iter(works)), works | stated(_OF_LATENTS)
@@ -359,47 +358,39 @@ def _check_experts(values: Values, keys: Mapping[str, Key], fault: Callable[...,
         raise refuse(name, f"{works[name]} beside {block}, whose form does not have it{others}", works)
     if not family.has_experts:
         return
-    normalises = {"norm_topk_prob": "true"} if family.always_normalises and not values["norm_topk_prob"] else {}
+    normalises = {"norm_topk_prob": "true"} if family.always_normalises and not config.norm_topk_prob else {}
     if num_experts < 2:
-        choices, groups, best = (int(str(values[name])) for name in _COUNTS_OF_LATENTS[1:4])
-        groups = max(1, groups)
+        choices, best, groups = config.num_experts_per_tok, config.topk_routing_group, max(1, config.n_routing_groups)
         least = max(8, groups * max(2, -(-choices // (best if 0 < best <= groups else groups))))
         several = {"num_experts": str(-(-least // groups) * groups)} | normalises
         raise refuse("num_experts", f"at least 2 beside {block}, whose layers have experts", several)
     if normalises:
         raise refuse("norm_topk_prob", f"true beside {block}, which always normalises", normalises)
-    if int(str(values["num_experts_per_tok"])) > num_experts:
-        groups, best = (int(str(values[name])) for name in ("n_routing_groups", "topk_routing_group"))
+    if config.num_experts_per_tok > num_experts:
+        groups, best = config.n_routing_groups, config.topk_routing_group
         most = min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts
         raise fault("num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most))
-    if values["routed_bias_update_rate"] and not values["routed_bias"]:
+    if config.routed_bias_update_rate and not config.routed_bias:
         raise fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
-    if values["routed_bias_update_rate"] and values["lora_rank"]:
+    if config.routed_bias_update_rate and config.lora_rank:
         raise fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
-    if family.expert_limit is not None and values["mlp_activations"] != "silu,linear":
+    if family.expert_limit is not None and config.mlp_activations != "silu,linear":
         raise fault(
             "mlp_activations", f"silu,linear beside {block}, whose experts have one of their own", "silu,linear"
         )
-    if not str(values["mlp_activations"]).endswith(",linear"):
+    if not config.mlp_activations.endswith(",linear"):
         raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
     if family.has_latents:
-        _check_latents({name: int(str(values[name])) for name in _COUNTS_OF_LATENTS}, fault, refuse)
+        _check_latents(config, fault, refuse)
 
 
-_COUNTS_OF_LATENTS = (
-    "num_experts", "num_experts_per_tok", "n_routing_groups", "topk_routing_group", "base_num_decoder_layers",
-    "first_num_dense_layers", "qk_rope_head_dim",
-)  # fmt: skip
-
-
-def _check_latents(
-    counts: Mapping[str, int], fault: Callable[..., ConfigError], refuse: Callable[..., ConfigError]
-) -> None:
+def _check_latents(config: AllKeys, fault: Callable[..., ConfigError], refuse: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for numbers of DeepSeek's form that exclude each other."""
-    experts, choices, groups, best, layers, dense, rotated = (counts[name] for name in _COUNTS_OF_LATENTS)
-    if rotated % 2:
-        raise fault("qk_rope_head_dim", "even, since rotary embeddings turn pairs", rotated + 1)
-    if dense >= layers:
+    experts, choices, layers = config.num_experts, config.num_experts_per_tok, config.base_num_decoder_layers
+    groups, best = config.n_routing_groups, config.topk_routing_group
+    if config.qk_rope_head_dim % 2:
+        raise fault("qk_rope_head_dim", "even, since rotary embeddings turn pairs", config.qk_rope_head_dim + 1)
+    if config.first_num_dense_layers >= layers:
         raise fault("first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1)
     if groups == -1:
         if best != -1:
@@ -421,18 +412,18 @@ def _check_latents(
         raise fault("topk_routing_group", f"{rule}{experts // groups}", least)
 
 
-def _check_factors(values: Values, fault: Callable[..., ConfigError]) -> None:
+def _check_factors(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError unless longrope's factors are one positive number for each pair of a head."""
-    pairs = int(str(values["head_dim"])) // 2
+    pairs = config.head_dim // 2
     ones = ",".join(["1"] * pairs)
 
     def fits(name: str) -> bool:
-        words = [word.strip() for word in str(values[name]).split(",")]
+        words = [word.strip() for word in str(config[name]).split(",")]
         numbers = [float(word) for word in words if re.fullmatch(r"\d+(\.\d+)?(e[-+]?\d+)?", word)]
         return len(numbers) == len(words) == pairs and min(numbers) > 0
 
     if wrong := [name for name in ("rope_short_factors", "rope_long_factors") if not fits(name)]:
         works = " ".join([ones, *(f"{name}={ones}" for name in wrong[1:])])
         raise fault(wrong[0], f"{pairs} positive numbers joined by commas beside rope_type=longrope", works)
-    if values["original_max_position_embeddings"] == 1:
+    if config.original_max_position_embeddings == 1:
         raise fault("original_max_position_embeddings", "at least 2 beside rope_type=longrope", 4096)
