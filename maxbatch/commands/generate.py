@@ -108,7 +108,7 @@ def _is_chat_model(config: Config, tokenizer: Tokenizer, path: str) -> bool:
 def _context(config: Config) -> int:
     """Returns the most tokens of a conversation: a training row's, or more if the model's folder states more."""
     return min(
-        context_length(config.decoder, config.load_parameters_path), max(int(config.max_target_length), _MOST_CONTEXT)
+        context_length(config.decoder, config.load_parameters_path), max(config.max_target_length, _MOST_CONTEXT)
     )
 
 

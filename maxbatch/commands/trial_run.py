@@ -80,24 +80,24 @@ def make_trial(config: Config) -> TinyRun:
 
 def _model_keys(config: Config, stages: int) -> dict[str, object]:
     """Returns model sizes that suit its pattern of layers, its stages and the pairs of its heads."""
-    pattern = len(str(config.attention_type).split(","))
-    layers = math.lcm(pattern, stages * int(config.num_pipeline_repeats))
-    shared = int(config.base_num_query_heads) // int(config.base_num_kv_heads)
-    kv_heads = {1: _HEADS, int(config.base_num_query_heads): 1}.get(shared, _HEADS // 2)
-    has_experts = int(config.num_experts) > 1
+    pattern = len(config.attention_type.split(","))
+    layers = math.lcm(pattern, stages * config.num_pipeline_repeats)
+    shared = config.base_num_query_heads // config.base_num_kv_heads
+    kv_heads = {1: _HEADS, config.base_num_query_heads: 1}.get(shared, _HEADS // 2)
+    has_experts = config.num_experts > 1
     names = ("rope_short_factors", "rope_long_factors")
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
-    dense = min(int(config.first_num_dense_layers), 1)
+    dense = min(config.first_num_dense_layers, 1)
     most = _MOST_OF_EXPERTS | (_MOST_OF_LATENTS if FAMILIES[config.decoder_block].has_latents else {})
     return {
         "base_num_decoder_layers": max(2, layers) + dense,
         "first_num_dense_layers": dense,
         "base_num_kv_heads": kv_heads,
         "num_experts": _EXPERTS if has_experts else 1,
-        "num_experts_per_tok": min(int(config.num_experts_per_tok), _EXPERTS // 2),
+        "num_experts_per_tok": min(config.num_experts_per_tok, _EXPERTS // 2),
         "base_moe_mlp_dim": _MLP // 4 if has_experts else -1,
-        "sliding_window_size": min(int(config.sliding_window_size), _LENGTH // 2),
-        "trainable_position_size": min(int(config.trainable_position_size), _LENGTH),
+        "sliding_window_size": min(config.sliding_window_size, _LENGTH // 2),
+        "trainable_position_size": min(config.trainable_position_size, _LENGTH),
         **factors,
         **{name: min(int(config[name]), largest) for name, largest in most.items()},
     }
@@ -106,7 +106,7 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
 def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:
     """Returns a small batch, stated in the same form as the config's: constant, a ramp or a schedule."""
     devices = math.prod(sizes.values())
-    parts = int(config.num_pipeline_microbatches)
+    parts = config.num_pipeline_microbatches
     parts = parts if sizes["pipeline"] > 1 and 0 < parts <= _MOST_PARTS else -1
     rows = math.prod(sizes[axis] for axis in BATCH_AXES) * (abs(parts) * sizes["pipeline"] if parts < 0 else parts)
     passes = 1 if config.gradient_accumulation_steps == 1 else 2

@@ -50,7 +50,7 @@ class ConversationRecipe(TrainedRecipe):
 
     def strategy(self, config: StreamConfig) -> str:
         """Returns best fit, the only packing that cuts no conversation."""
-        return "best_fit" if config.packing else str(config.packing_strategy)
+        return "best_fit" if config.packing else config.packing_strategy
 
     def fitted(self, config: StreamConfig, split: Split) -> Fitted:
         from maxbatch.data.stream.conversation_rows import fit_rows
