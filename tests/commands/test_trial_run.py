@@ -81,7 +81,7 @@ def test_no_variable_of_the_environment_reaches_a_trial(monkeypatch: pytest.Monk
 def test_train_try_reports_all_faults_of_data_and_tokenizer_together(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("maxbatch.commands.simulation.make_cpu_devices", lambda number: None)  # they are there
+    monkeypatch.setattr("maxbatch.commands.arguments.make_cpu_devices", lambda number: None)  # they are there
     (tmp_path / "run.yml").write_text("\n".join(pair.replace("=", ": ", 1) for pair in TINY_RUN))
     wrong = (
         "dataset_type=jsonl", "dataset_path=none.jsonl", "eval_dataset_path=nothing.jsonl", "run_dir=runs/real",
