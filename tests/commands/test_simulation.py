@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
+from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.commands import simulation
+from maxbatch.commands.training_run import newest_saved
 from tests.helpers.tiny import TINY_RUN
 
 
@@ -68,3 +71,11 @@ def test_a_host_that_is_stopped_is_a_dead_one(
     assert simulation.run_hosts(["train"], 2, lambda: 7, heartbeat_timeout_s=1) == code
     error = capsys.readouterr().err
     assert error.startswith(f"maxbatch: error: {said}") if said else error == ""
+
+
+def test_a_run_that_dies_in_its_warm_start_goes_on_from_there(tmp_path: Path) -> None:
+    config = load_config(run_dir=str(tmp_path))
+    assert newest_saved(config) is None
+    for saved, step in ((tmp_path / "warm_start", 30), (tmp_path, 2)):
+        (saved / "checkpoints" / str(step)).mkdir(parents=True)
+        assert newest_saved(config) == step, "a step of its own goes first"
