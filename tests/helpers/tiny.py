@@ -37,7 +37,8 @@ TINY_RUN = (
 
 # Of a run that is compared with another and that none goes on from: no program of checksums, nothing written.
 UNSAVED = "enable_checkpointing=false"
-
+# Of a layout beside one that measures the noise: two thirds of the time to compile a step.
+UNMEASURED = "gradient_noise_scale=false"
 
 # Of a test for which the number of layers does not matter: half as much to compile.
 ONE_LAYER = "base_num_decoder_layers=1"
