@@ -1,14 +1,13 @@
 """Files that grow by appending; in an object store, by writing them anew.
 
 Objects cannot be appended to. Lines wait in memory and go to the store, with all lines before them, at each `sync` and
-every `PERIOD_S`, or that long for every `BYTES_PER_PERIOD` of a larger object.
+every `PERIOD_S`.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
 from typing import Protocol
 
 from maxbatch.system.atomic_files import write_atomically
@@ -18,7 +17,6 @@ from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath
 
 PERIOD_S = 25.0
-BYTES_PER_PERIOD = 16 << 20
 
 
 class Appender(Protocol):
@@ -76,9 +74,8 @@ class _Object:
     def __init__(self, path: RemotePath, content: bytes) -> None:
         self._path, self._content = path, bytearray(content)
         self._written = len(content)  # bytes of the object
-        self._written_at = time.monotonic()
         self._lock, self._writing = threading.Lock(), threading.Lock()
-        self._writer = Repeating(self._write_in_turn, PERIOD_S, "maxbatch-append")
+        self._writer = Repeating(self._write, PERIOD_S, "maxbatch-append")
 
     def append(self, line: bytes) -> None:
         with self._lock:
@@ -93,14 +90,10 @@ class _Object:
         if not self._writer.has_failed:
             self._write()
 
-    def _write_in_turn(self) -> None:
-        if time.monotonic() - self._written_at >= PERIOD_S * (self._written // BYTES_PER_PERIOD):
-            self._write()
-
     def _write(self) -> None:
         with self._writing:
             with self._lock:
                 content = bytes(self._content)
             if len(content) > self._written:
                 self._path.write_bytes(content)
-                self._written, self._written_at = len(content), time.monotonic()
+                self._written = len(content)

@@ -40,21 +40,6 @@ def test_lines_whose_answer_was_lost_are_not_written_twice(store: Store) -> None
     assert path.read_bytes() == b"0\n1\n2\n"
 
 
-def test_a_large_object_is_written_seldom(s3: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(appending, "PERIOD_S", 0.1)
-    monkeypatch.setattr(appending, "BYTES_PER_PERIOD", 10)
-    path = as_path(s3.bucket() + "/log")
-    path.write_bytes(b"x" * 10_000)
-    log = open_appender(path, b"x" * 10_000)
-    s3.forget()
-    log.append(b"1\n")
-    time.sleep(0.5)
-    assert not s3.requests()
-    log.sync()
-    log.close()
-    assert path.read_bytes().endswith(b"x1\n") and [method for _, method, *_ in s3.requests()].count("PUT") == 1
-
-
 def test_lines_reach_the_store_by_themselves_and_seldom(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(appending, "PERIOD_S", 0.5)
     path = as_path(store.bucket() + "/log")
