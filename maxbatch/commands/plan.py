@@ -78,9 +78,8 @@ def run(args: argparse.Namespace) -> int:
         from maxbatch.config.unknown import three_batches
 
         meant = three_batches(plan.rl.batch_size, args.hosts if has_hosts else None)
-        note(
-            f"batch_size={plan.rl.batch_size} counts prompts of reinforcement learning; that of pre-training is {meant}"
-        )
+        prompts = f"batch_size={plan.rl.batch_size} counts prompts of reinforcement learning"
+        note(f"{prompts}; the batch of pre-training is {meant}")
     for warning in plan.warnings:
         note(f"warning: {warning}")
     model, peak = _model(config), _known_peak(config, args.topology)

@@ -21,7 +21,7 @@ def death_of(host: int, num_hosts: int, how: str, last_saved: LastSaved) -> tupl
     try:
         saved = last_saved()
     except Exception as error:  # the checkpoints' store may be unreachable as well
-        return f"host {host} of {num_hosts} {how}; what is saved is not known: {error}", EXIT_FAILED
+        return f"host {host} of {num_hosts} {how}; the last saved step cannot be read: {error}", EXIT_FAILED
     if saved is None:
         return f"host {host} of {num_hosts} {how}; nothing is saved", EXIT_FAILED
     return f"host {host} of {num_hosts} {how}; step {saved} is saved, and the same command continues", EXIT_STOPPED

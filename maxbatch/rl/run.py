@@ -261,7 +261,7 @@ class BuiltPolicy:
             workshop, self.start.position.samples_seen, num_prompts, not planned.shares_devices, self.start.ahead
         )
         if ahead.left_out:
-            warn("the responses in the checkpoint belong to other batches than the next ones, which are sampled anew")
+            warn("the responses in the checkpoint belong to other batches than the next ones, which are sampled again")
         return ahead
 
     def _state(self, restored: TrainState | None) -> TrainState:

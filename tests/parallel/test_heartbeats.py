@@ -150,5 +150,5 @@ def test_the_exit_code_depends_on_a_checkpoint() -> None:
     def gone() -> int:
         raise OSError("the store is gone")
 
-    unknown = "host 1 of 4 has died; what is saved is not known: the store is gone"
+    unknown = "host 1 of 4 has died; the last saved step cannot be read: the store is gone"
     assert death_of(1, 4, "has died", gone) == (unknown, 1)

@@ -195,7 +195,7 @@ def test_only_an_override_of_a_config_of_pretraining_is_noted_as_prompts(capsys:
     assert main(["plan", "rl", "batch_size=1", "--devices", "1"]) == 0
     assert "pre-training" not in capsys.readouterr().err
     assert main(["plan", "batch_size=1", "--devices", "1"]) == 0
-    assert "that of pre-training is global_batch_size=1 (of all devices), " in capsys.readouterr().err
+    assert "the batch of pre-training is global_batch_size=1 (of all devices), " in capsys.readouterr().err
 
 
 def test_a_batch_of_prompts_is_told_in_the_words_of_others(capsys: pytest.CaptureFixture[str]) -> None:

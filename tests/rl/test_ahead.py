@@ -56,9 +56,9 @@ def test_saved_responses_of_other_groups_are_sampled_anew(
     tmp_path: Path, group: int, other: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     train(tmp_path / "run", *AHEAD, f"num_generations={group}", "steps=1")
-    assert "sampled anew" not in capsys.readouterr().err
+    assert "sampled again" not in capsys.readouterr().err
     *_, resumed = train(tmp_path / "run", *AHEAD, f"num_generations={group}", other, "steps=2")
-    assert "sampled anew" in capsys.readouterr().err
+    assert "sampled again" in capsys.readouterr().err
     assert resumed.get("groups_missing", 0) == 0, "other prompts took the places of groups without signal"
 
 
