@@ -6,6 +6,7 @@ import functools
 import os
 import subprocess
 import sys
+import threading
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tests.helpers.forks import Forks
 _HAS_OLDER_EMITTERS = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
 QUICK_TO_COMPILE = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * _HAS_OLDER_EMITTERS
 _READ_AT_IMPORT = ("JAX_", "PYTHON", "TF_")
+_STARTING = threading.Lock()  # of two threads that need a parent, one starts it
 
 
 def environment() -> dict[str, str]:
@@ -27,7 +29,8 @@ def environment() -> dict[str, str]:
 def maxbatch(*arguments: str | Path, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, as a fork."""
     stated = environment()
-    parent = _parent(frozenset(item for item in stated.items() if item[0].startswith(_READ_AT_IMPORT)))
+    with _STARTING:
+        parent = _parent(frozenset(item for item in stated.items() if item[0].startswith(_READ_AT_IMPORT)))
     return parent.run([str(argument) for argument in arguments], stated, timeout)
 
 
