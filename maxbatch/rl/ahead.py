@@ -6,7 +6,6 @@ training of earlier batches; on shared devices it comes first.
 
 from __future__ import annotations
 
-import base64
 import io
 from collections import deque
 from collections.abc import Callable
@@ -41,7 +40,7 @@ class BatchesAhead:
         first: int,
         num_prompts: Callable[[int], int],
         is_apart: bool,
-        saved: str | None = None,
+        saved: bytes | None = None,
     ) -> None:
         self._workshop, self._end, self._num_prompts = workshop, first, num_prompts
         self._last: CollectedBatch | None = None  # the batch that is trained on
@@ -118,8 +117,8 @@ class BatchesAhead:
         for batch in self._waiting:
             batch.result()
 
-    def saved(self) -> str | None:
-        """Returns the responses of batches that are sampled but not yet trained on, as text; None if there are none."""
+    def saved(self) -> bytes | None:
+        """Returns the responses of batches that are sampled but not yet trained on, as .npz; None if there are none."""
         if not self._waiting:
             return None
         arrays: dict[str, np.ndarray] = {}
@@ -132,7 +131,7 @@ class BatchesAhead:
             arrays |= {f"{number} by_name {name}": array for name, array in rollouts.by_name.items()}
         file = io.BytesIO()
         np.savez_compressed(file, allow_pickle=False, **arrays)
-        return base64.b64encode(file.getvalue()).decode()
+        return file.getvalue()
 
     def __enter__(self) -> BatchesAhead:
         return self
@@ -154,10 +153,10 @@ class _Saved(NamedTuple):
     read: Rollouts  # the responses to all prompts that were read
 
 
-def _read(saved: str) -> list[_Saved]:
-    """Returns the batches in a text of `BatchesAhead.saved`."""
+def _read(saved: bytes) -> list[_Saved]:
+    """Returns the batches that `BatchesAhead.saved` returned."""
     found = []
-    with np.load(io.BytesIO(base64.b64decode(saved)), allow_pickle=False) as arrays:
+    with np.load(io.BytesIO(saved), allow_pickle=False) as arrays:
         number = 0
         while f"{number} place" in arrays:
             own, prefix = [arrays[f"{number} {name}"] for name in _ARRAYS], f"{number} by_name "

@@ -379,7 +379,7 @@ class RunningPolicy:
         self.transcripts.write_eval(step, evaluation)
         return evaluation.figures
 
-    def ahead(self) -> str | None:
+    def ahead(self) -> bytes | None:
         """Returns the responses of the next `off_policy_steps` batches."""
         return self.batches_ahead.saved()
 

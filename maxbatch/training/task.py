@@ -81,7 +81,7 @@ class Start(NamedTuple):
     """The position from which a run continues, and what it starts from."""
 
     position: Position
-    ahead: str | None  # what a checkpoint holds for the batches ahead
+    ahead: bytes | None  # what a checkpoint holds for the batches ahead
     is_new: bool  # whether no state was restored
     parameters: FirstParameters
 
@@ -194,7 +194,7 @@ class Running(Protocol[B]):
     def evaluate(self, state: TrainState, step: int) -> Mapping[str, object]:
         """Returns figures of the state after `step` updates, by the names of the metrics."""
 
-    def ahead(self) -> str | None:
+    def ahead(self) -> bytes | None:
         """Returns what a checkpoint must hold for the batches ahead besides state and position; None: nothing."""
 
     @property

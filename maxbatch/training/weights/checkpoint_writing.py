@@ -52,7 +52,7 @@ class Save:
       token: the start's own, the same on all hosts.
       step: names the checkpoint.
       items: arrays, by the name of their folder.
-      small: JSON texts of further items.
+      small: the content of further files, by their paths in the checkpoint.
       old: steps of checkpoints to remove once this one is committed.
 
     Attributes:
@@ -65,7 +65,7 @@ class Save:
         token: str,
         step: int,
         items: Mapping[str, Tree],
-        small: Mapping[str, str],
+        small: Mapping[str, bytes],
         old: list[int],
     ) -> None:
         self._folder, self._token, self._step, self._small, self._old = folder, token, step, small, old
@@ -132,8 +132,8 @@ class Save:
         for item, forms in self._forms.items():
             of_all_hosts = {name: blocks for by_item in files for name, blocks in by_item[item].items()}
             self._write(f"{item}/{INDEX}", index_of(forms, of_all_hosts))
-        for item, text in self._small.items():
-            self._write(f"{item}/metadata", text.encode())
+        for path, content in self._small.items():
+            self._write(path, content)
         final, mark = self._folder / str(self._step), self._own(self._step) / COMMITTED_FILE
         write_atomically(mark, b"")
         if is_remote(final):

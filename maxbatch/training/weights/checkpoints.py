@@ -1,7 +1,8 @@
 """Checkpoints: asynchronous, keyed by completed updates.
 
 A checkpoint is `params`, `opt_state`, the `average` of the parameters if the run keeps one (sharded arrays), and
-`position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task with batches ahead in progress adds `ahead` (JSON).
+`position` (JSON, `maxbatch.runs.position.CheckpointRecord`). A task with batches ahead in progress adds `ahead`, one
+file.
 Commits are atomic. A damaged checkpoint is set aside and the previous one is used; an unreadable one ends the run.
 """
 
@@ -27,7 +28,6 @@ from maxbatch.config.values import shown
 from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.position import OLD_BASE, CheckpointRecord, DamagedError, Position, committed_steps, read_record
-from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, reading, writing
 from maxbatch.system.storage import AnyPath, move_tree
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
@@ -41,11 +41,12 @@ from maxbatch.training.weights.checksums import (
     lower_checksums,
     stored_parameters,
 )
+from maxbatch.training.weights.old_checkpoints import old_ahead
 from maxbatch.training.weights.origin import RunOrigin
 from maxbatch.training.weights.shard_files import OTHER_ARRAYS
 from maxbatch.training.weights.shards import read_item, read_together
 
-_MOST_AHEAD_BYTES = 4 << 30
+AHEAD_FILE = "ahead/batches"
 
 
 class Restored(NamedTuple):
@@ -53,7 +54,7 @@ class Restored(NamedTuple):
 
     state: TrainState
     position: Position
-    ahead: str | None = None  # saved by its task for the batches ahead
+    ahead: bytes | None = None  # saved by its task for the batches ahead
 
 
 def model_identity(config: UpdateConfig) -> dict[str, object]:
@@ -72,8 +73,8 @@ def _items(state: TrainState) -> list[tuple[str, object]]:
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
 
 
-def _hash(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _hash(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
 
 
 class Checkpoints:
@@ -226,17 +227,17 @@ class Checkpoints:
             self._checksums = lambda state: jax.device_get(program(state))
         return damage_of_state(record, state, self._checksums)
 
-    def _read_ahead(self, record: CheckpointRecord) -> tuple[str | None, str | None]:
+    def _read_ahead(self, record: CheckpointRecord) -> tuple[bytes | None, str | None]:
         """Reads the item `ahead` of a checkpoint; returns it, or its damage."""
         if record.ahead is None:
             return None, None
-        path = self._folder / str(record.position.step) / "ahead" / "metadata"
-        with reading(path):
+        file = self._folder / str(record.position.step) / AHEAD_FILE
+        with reading(file):
             try:
-                ahead = read_json(path, str(path), most_bytes=_MOST_AHEAD_BYTES)["ahead"]
-            except (FileNotFoundError, ValueError, KeyError, TypeError):
-                ahead = None
-        if not isinstance(ahead, str) or _hash(ahead) != record.ahead:
+                ahead = hashed = file.read_bytes()
+            except FileNotFoundError:
+                ahead, hashed = old_ahead(file.with_name("metadata"))
+        if _hash(hashed) != record.ahead:
             return None, "what it holds for the batches ahead does not match its checksum"
         return ahead, None
 
@@ -255,7 +256,7 @@ class Checkpoints:
             f"training goes on from step {resumed}"
         )
 
-    def save(self, state: TrainState, position: Position, ahead: str | None = None) -> None:
+    def save(self, state: TrainState, position: Position, ahead: bytes | None = None) -> None:
         """Starts a save; returns when the arrays may be overwritten, and writes files in the background.
 
         Args:
@@ -266,9 +267,9 @@ class Checkpoints:
           ConfigError: the folder cannot be written.
         """
         record = self.record_of(state, position, ahead)
-        small = {"position": json.dumps(record.to_json())}
+        small = {"position/metadata": json.dumps(record.to_json()).encode()}
         if ahead is not None:
-            small["ahead"] = json.dumps({"ahead": ahead})
+            small[AHEAD_FILE] = ahead
         self._wait()
         if self._steps is None:
             with writing(self._folder):
@@ -281,7 +282,7 @@ class Checkpoints:
         self._under_way = save, self._thread.submit(save.run)
         self._started, self._steps = position.step, set(steps) - set(old)
 
-    def record_of(self, state: TrainState, position: Position, ahead: str | None = None) -> CheckpointRecord:
+    def record_of(self, state: TrainState, position: Position, ahead: bytes | None = None) -> CheckpointRecord:
         """Returns the record of a state with its checksums; all hosts must call it."""
         sums = self._checksums(state.saved)
         parameters, average = stored_parameters(state.params, sums), None

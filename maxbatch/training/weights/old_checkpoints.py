@@ -1,4 +1,5 @@
-"""Arrays of checkpoints that versions before this one wrote through Orbax; the next release drops them.
+"""Checkpoints of versions before this one, which the next release does not read: arrays that Orbax wrote, and JSON of
+batches ahead.
 
 Orbax reads a folder of this machine: a link to it, since Orbax takes `[`, `\\` and `gs:` in a path for a pattern, a
 separator and a scheme; or a copy, if it is in a bucket.
@@ -6,6 +7,7 @@ separator and a scheme; or a copy, if it is in a bucket.
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import logging
 import os
@@ -18,10 +20,12 @@ import jax
 
 from maxbatch.parallel.trees import TreeOf
 from maxbatch.runs.position import DamagedError
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.storage import AnyPath, fetch_tree, is_remote
 from maxbatch.training.weights.shard_files import DAMAGED, OTHER_ARRAYS
 
+_MOST_AHEAD_BYTES = 4 << 30
 _MARKS = ("_METADATA", "manifest.ocdbt", "d")
 _OTHER = "tree structures do not match"  # Orbax's message if the stored arrays differ from the requested ones
 
@@ -74,3 +78,16 @@ def read_old(item: AnyPath, abstract: TreeOf, partial: bool) -> TreeOf:
             raise error from None
         said = (str(error).strip().splitlines() or [type(error).__name__])[0][:200]
         raise DamagedError(f"{OTHER_ARRAYS} ({said})" if _OTHER in said else said) from error
+
+
+def old_ahead(file: AnyPath) -> tuple[bytes, bytes]:
+    """Reads what a checkpoint holds for the batches ahead.
+
+    Returns:
+      It, and the text that the checkpoint's record has the hash of; both are empty if the file is missing or damaged.
+    """
+    try:
+        text = read_json(file, str(file), most_bytes=_MOST_AHEAD_BYTES)["ahead"]
+        return base64.b64decode(text), text.encode()
+    except (FileNotFoundError, ValueError, KeyError, TypeError, AttributeError):
+        return b"", b""
