@@ -32,7 +32,7 @@ def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Pop
     """Children are short Python scripts, the first argument after `train`; returns their processes."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(arguments: list[str], log: BinaryIO, keep_open: list[int], variables: None) -> subprocess.Popen[bytes]:
+    def start(arguments: list[str], log: BinaryIO, keep_open: list[int]) -> subprocess.Popen[bytes]:
         assert arguments[0] == "train"
         command = [sys.executable, "-c", arguments[1], *arguments[1:]]
         processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open))
