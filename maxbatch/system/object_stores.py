@@ -208,6 +208,18 @@ def read(url: str) -> Content:
     return persist(url, read)
 
 
+def read_version(url: str) -> tuple[bytes, str]:
+    """Returns the content of an object, and its version, which changes with every write."""
+    store, at = _at(url)
+    content = read(url)
+    version: str | None = content.version
+    while not version:  # an emulator states none beside the content: the one before and after it
+        before = persist(url, lambda: store.version(*at))
+        content = read(url)
+        version = before if persist(url, lambda: store.version(*at)) == before else None
+    return content.data, version
+
+
 def version_of(url: str) -> str | None:
     """Returns the version of an object, None if there is none."""
     store, at = _at(url)

@@ -220,7 +220,7 @@ class RemotePath:
 
     def read_version(self) -> tuple[bytes, str]:
         """Returns the content, and its version, which changes with every write."""
-        return object_stores.read(self.url)[:2]
+        return object_stores.read_version(self.url)
 
     def write_if(self, data: bytes, version: str | None) -> str | None:
         """Writes the object if it still has a version, or if there is none (None).

@@ -38,6 +38,7 @@ class Store:
 
     scheme: str
     port: int  # of the proxy
+    emulator: int  # the port of the emulator itself
     _newest: str = ""  # name of the bucket that was made last
 
     @property
@@ -108,7 +109,7 @@ def serving(scheme: str) -> Iterator[Store]:
         subprocess.Popen([sys.executable, *a], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=_TOP)
         for a in ((*arguments, *flag), proxy)
     ]
-    store = Store(scheme, port)
+    store = Store(scheme, port, upstream)
     try:
         for one in (upstream, port):
             _wait_for(one)

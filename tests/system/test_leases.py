@@ -11,6 +11,8 @@ import threading
 import time
 import tracemalloc
 from pathlib import Path
+from urllib.parse import quote
+from urllib.request import Request, urlopen
 
 import pytest
 
@@ -18,7 +20,9 @@ from maxbatch.system import leases
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.leases import Lease, leased, take_lease
 from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import as_path
+from maxbatch.system.stores.store import split
 from tests.helpers.stores import LEASE_WRITES, Store
 
 
@@ -79,6 +83,27 @@ def test_a_lease_of_another_machine_is_waited_for_until_it_lapses(
     assert isinstance(held, Lease) and time.monotonic() - started >= leases.LAPSE_S
     assert len(said) == 1 and "process 7 on elsewhere holds its lease; waiting up to" in said[0]
     held.close()
+
+
+def test_a_renewed_lease_is_seen_where_the_store_states_no_version_beside_the_content(
+    gs: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leases, "LAPSE_S", 3.0)
+    path = as_path(gs.bucket() + "/run/.lease")
+    assert isinstance(path, RemotePath)
+    _, bucket, name = split(path.url)
+    emulator = f"http://127.0.0.1:{gs.emulator}/upload/storage/v1/b/{bucket}/o?uploadType=media&name={quote(name)}"
+
+    def renew() -> None:
+        lease = json.dumps({"host": "elsewhere", "pid": 1, "token": "theirs"}).encode()
+        urlopen(Request(emulator, lease, {"Content-Type": "text/plain"}))  # not by way of the proxy, which states it
+
+    renew()
+    renewing = Repeating(renew, 0.5, "renews")
+    gs.forget()
+    assert isinstance(take_lease(path, lambda _: None), str)
+    renewing.stop()
+    assert all(method == "GET" for _, method, *_ in gs.requests()), "it does not try to take the lease"
 
 
 def test_a_holder_whose_lease_was_taken_over_stops(path: RemotePath) -> None:

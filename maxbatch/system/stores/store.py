@@ -30,7 +30,7 @@ class Content(NamedTuple):
     """The content of an object."""
 
     data: bytes
-    version: str
+    version: str  # "" if the store does not state it beside the content
     stated: object  # the store's hash or length of the content
     found: object  # the same of `data`
 
