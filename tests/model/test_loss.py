@@ -131,7 +131,7 @@ def test_the_devices_of_the_mesh_say_how_much_is_made_at_once(monkeypatch: pytes
     monkeypatch.setattr("maxbatch.model.loss.MAX_LOGITS", {"cpu": M * 4 * V, "tpu": M * L * V})
     elsewhere = type("Elsewhere", (Constrain,), {"platform": "tpu"})()
     assert not all_logits_made({})
-    assert all_logits_made({"constrain": elsewhere})
+    assert all_logits_made({"rules": Rules(elsewhere)})
 
 
 @pytest.mark.parametrize("options", CUTS[:2], ids=str)
