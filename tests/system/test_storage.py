@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 from aiohttp import ClientPayloadError
 from botocore.exceptions import ClientError, EndpointConnectionError, NoCredentialsError
-from gcsfs.retry import HttpError
 from google.auth.exceptions import RefreshError, TransportError
 
 from maxbatch.system import object_stores
@@ -220,22 +219,36 @@ def answered(code: str, status: int) -> ClientError:
         ("s3", EndpointConnectionError(endpoint_url="x"), StoreFailed, "does not answer"),
         ("s3", ClientPayloadError(), StoreFailed, "does not answer"),
         ("gs", RefreshError(), StoreRefused, "the credentials are missing"),
-        ("gs", HttpError({"code": 401}), StoreRefused, "the credentials are missing"),
+        ("gs", lambda: _google_error(401), StoreRefused, "the credentials are missing"),
         ("gs", OSError("Forbidden: b/x"), StoreRefused, "no permission in bucket b"),
         ("gs", TransportError(), StoreFailed, "does not answer"),
-        ("gs", HttpError({"code": "503"}), StoreFailed, "does not answer"),
+        ("gs", lambda: _google_error("503"), StoreFailed, "does not answer"),
         ("gs", ClientPayloadError(), StoreFailed, "does not answer"),
         ("gs", ValueError("Bad Request"), StoreRefused, "the store refuses"),
     ],
 )
 def test_an_error_of_a_client_is_told_by_its_type_or_status(
-    scheme: str, error: Exception, kind: type[Exception], words: str
+    scheme: str,
+    error: Exception | Callable[[], Exception],
+    kind: type[Exception],
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # gcsfs reads, when it is imported, what an emulator needs, and this process may use one later.
+    monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
+    object_stores.configure()
+    error = error if isinstance(error, Exception) else error()
     for one in (error, caused_by(error)):
         told = object_stores.meaning(one, f"{scheme}://b/x")
         assert type(told) is kind and words in str(told) and "\n" not in str(told)
     bug = KeyError("x")
     assert object_stores.meaning(bug, f"{scheme}://b/x") is bug
+
+
+def _google_error(code: int | str) -> Exception:
+    from gcsfs.retry import HttpError
+
+    return HttpError({"code": code})
 
 
 def caused_by(error: Exception) -> Exception:
