@@ -306,8 +306,7 @@ def test_every_start_of_a_run_has_a_line_in_sessions_jsonl(tmp_path: Path) -> No
         assert sum(session.seconds.values()) - session.seconds["since_session_before"] == pytest.approx(
             session.ended - session.started, abs=0.01
         )
-        busy = ("start_up", "compiling", "updates_kept", "checkpoints", "eval")
+        busy = ("start_up", "restoring", "compiling", "updates_kept", "checkpoints", "eval")
         assert all(session.seconds[part] > 0 for part in busy), session
     assert first.seconds["updates_lost"] > 0 == second.seconds["updates_lost"], "updates 4 and 5 are trained again"
-    assert second.seconds["restoring"] > first.seconds["restoring"]
     assert second.started - first.ended == pytest.approx(second.seconds["since_session_before"], abs=0.01)
