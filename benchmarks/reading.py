@@ -74,7 +74,7 @@ def _write_model(folder: Path, overrides: tuple[str, ...]) -> int:
     for number, first in enumerate(range(0, len(names), step)):
         some = names[first : first + step]
         write_tensors(folder / f"{number}.safetensors", "BF16", {name: shapes[name] for name in some}, arrays(some))
-    (folder / "config.json").write_text(json.dumps(config_json(config, "bfloat16", {})))
+    (folder / "config.json").write_text(json.dumps(config_json(config.decoder, "bfloat16", {})))
     return sum(2 * math.prod(shape) for shape in shapes.values())
 
 

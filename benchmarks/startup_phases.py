@@ -54,7 +54,7 @@ def main(output: str, began: str, *overrides: str) -> None:
         session = Session(context, open_pretraining(context))
         passed("session")
         assert session.built is not None, "a new run has updates left"
-        session.built.run(None, stack)
+        session.built.run(None, lambda step, name, text: None, stack)
         passed("state, compile the update")
     Path(output).write_text(json.dumps(seconds))
 

@@ -106,7 +106,8 @@ def _seconds_in_turns(
     session = Session(context, open_pretraining(context))
     session.console.quiet = True
     assert isinstance(session.built, BuiltPretraining), "a new run has updates left"
-    running, state = session.built.run(None, stack)
+    recorder, show = session.open_recorder(stack.enter_context(CompileCounter()), stack)
+    running, state = session.built.run(None, show, stack)
     shape = running.steps.shape_for(session.plan.manager.stages[-1], True)
     trainer = TrainerStep(config, session.planned.mesh, session.planned.abstract, running.steps[shape], shape)
     handwritten = HandwrittenStep(
@@ -121,7 +122,6 @@ def _seconds_in_turns(
     check_equal(*sides.values())
 
     in_turns = FeedInTurns(running.feed, sides, updates_per_turn)
-    recorder = session.open_recorder(stack.enter_context(CompileCounter()), stack)
     profiler = stack.enter_context(Profiler("", session.folder.path / "profile"))
     session.train(replace(running, feed=in_turns), state, recorder, profiler)
     return in_turns.seconds
