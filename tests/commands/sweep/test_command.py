@@ -83,7 +83,9 @@ def test_a_sweep_of_6_trials_killed_twice_loses_nothing_and_runs_nothing_twice()
     assert best.value == pytest.approx(values[0], abs=1e-4)
     assert f"next: maxbatch train sw/base.yml learning_rate={best.trial.overrides['learning_rate']} " in result.stdout
 
-    shown, console = ask(Path("sw/sweep.html").resolve(), "return document.getElementById('plot0').data")
+    shown, console = ask(
+        Path("sw/sweep.html").resolve(), "return document.querySelector('.plot').series.map(({ y }) => ({ y }))"
+    )
     assert console == []
     values = {result.value for result in folder.results("loss")}
     assert {value for line in shown for value in line["y"]} == values and len(values) == 6
