@@ -53,6 +53,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.config.rules import check_dataset
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
+    from maxbatch.plan.stages import check_epochs
 
     config = config_of(args)
     recipe = config.recipe
@@ -68,6 +69,7 @@ def run(args: argparse.Namespace) -> int:
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)
     epoch = _samples_per_epoch(config, args.samples_per_epoch)
+    check_epochs(config.plan, epoch)
     devices, slices = args.devices or 1, args.slices
     resume = _loaded_before(config)
     plan = BatchPlan.from_config(config, devices, args.hosts, num_slices=slices, samples_per_epoch=epoch, resume=resume)

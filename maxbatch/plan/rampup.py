@@ -140,10 +140,6 @@ class RampupBatchManager:
         if rl and rl.max_prompts_per_batch is not None:
             of_batches = anchor[0] // rl.updates_per_batch * rl.batch_size
             anchor = (anchor[0], of_batches if samples_planned is None else samples_planned)
-        others = [name for name in ("steps", "train_samples", "train_tokens") if config.length[name] is not None]
-        if others and config.length.num_epochs is not None and samples_per_epoch is None:
-            rule = f"must not be beside {stated(config, 'num_epochs')} where the samples of an epoch are unknown"
-            raise Refusal(config, others[0], rule, {"num_epochs": None})
         split = (rl.stage,) if rl else split_stages(config, unit, samples_seen=anchor[1])
         manager = cls(
             split,

@@ -229,6 +229,17 @@ def data_end(config: PlanConfig, samples_per_epoch: int | None) -> int | None:
     return end
 
 
+def check_epochs(config: PlanConfig, samples_per_epoch: int | None) -> None:
+    """Refuses `num_epochs` beside another length where the samples of an epoch will not be known, to compare the two.
+
+    For a plan that stands for the run, or a run whose data is open; a plan before that leaves the comparison to it.
+    """
+    others = [name for name in ("steps", "train_samples", "train_tokens") if config.length[name] is not None]
+    if others and config.length.num_epochs is not None and samples_per_epoch is None:
+        rule = f"must not be beside {stated(config, 'num_epochs')} where the samples of an epoch are unknown"
+        raise Refusal(config, others[0], rule, {"num_epochs": None})
+
+
 def _in_whole_samples(words: Sequence[str], slots: int) -> Iterator[str]:
     """Yields the pairs of a schedule with batches in tokens rounded to whole samples."""
     for word in words:

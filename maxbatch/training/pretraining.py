@@ -35,6 +35,7 @@ from maxbatch.parallel.mesh import must_take_turns
 from maxbatch.parallel.trees import State
 from maxbatch.plan.batch import BatchPlan, Resume, expansion_factor
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.plan.stages import check_epochs
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import TimePart
@@ -215,6 +216,7 @@ class OpenedPretraining:
     def plan(self, resume: Resume) -> PlannedPretraining:
         """Plans the run; `compiled_dir` must fit."""
         context, config = self.context, self.context.config
+        check_epochs(self.planning, self.data.samples_per_epoch)
         plan = BatchPlan.on_mesh(
             self.planning,
             self.mesh_shape,

@@ -68,6 +68,18 @@ def test_epochs_come_from_the_flag_or_are_null(capsys: pytest.CaptureFixture[str
     assert main(["plan", *data]) == 0
 
 
+@pytest.mark.parametrize("length", ["steps=500", "train_samples=500"])
+def test_epochs_beside_another_length_are_compared_or_refused(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, length: str
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    data = ("dataset_type=text", f"dataset_path={tmp_path / 'a.txt'}", "num_epochs=3")
+    rule = "must not be beside num_epochs=3 where the samples of an epoch are unknown"
+    assert error_line(capsys, *data, length) == f"{length}: {rule}; works: num_epochs=null"
+    assert "must agree with num_epochs=3" in error_line(capsys, *data, length, "--samples-per-epoch", "100")
+    assert main(["plan", *data, "steps=18", "--samples-per-epoch", "96"]) == 0
+
+
 @pytest.mark.parametrize("data", [["dataset_path=/not/here"], []])
 def test_a_dataset_that_is_not_here_is_no_obstacle(capsys: pytest.CaptureFixture[str], data: list[str]) -> None:
     plan = plan_json(capsys, "dataset_type=text", "steps=10", *data)
