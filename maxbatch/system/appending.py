@@ -1,7 +1,8 @@
-"""Files that grow by appending; in an object store, by writing them anew.
+"""Files that grow by appending; in an object store, by joining parts.
 
-Objects cannot be appended to. Lines wait in memory and go to the store, with all lines before them, at each `sync` and
-every `PERIOD_S`.
+Objects cannot be appended to. Lines wait in memory and go to the store every `PERIOD_S` and at each `sync`: a small
+object is written anew, a large one is joined with the new lines inside the store, so the bytes sent do not grow with
+the file.
 """
 
 from __future__ import annotations
@@ -10,13 +11,15 @@ import os
 import threading
 from typing import Protocol
 
+from maxbatch.system import fences, object_stores
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import writing
+from maxbatch.system.errors import TrainingError, writing
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath
 
 PERIOD_S = 25.0
+REWRITTEN_BYTES = 16 << 20  # an object up to this size is written anew; S3 joins parts of 5 MiB at least
 
 
 class Appender(Protocol):
@@ -72,14 +75,16 @@ class _File:
 
 class _Object:
     def __init__(self, path: RemotePath, content: bytes) -> None:
-        self._path, self._content = path, bytearray(content)
-        self._written = len(content)  # bytes of the object
+        self._path = path
+        self._size = len(content)  # of the object
+        self._head: bytes | None = content if len(content) <= REWRITTEN_BYTES else None  # until it is too large
+        self._new = bytearray()
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._writer = Repeating(self._write, PERIOD_S, "maxbatch-append")
 
     def append(self, line: bytes) -> None:
         with self._lock:
-            self._content += line
+            self._new += line
 
     def sync(self) -> None:
         self._write()
@@ -93,7 +98,39 @@ class _Object:
     def _write(self) -> None:
         with self._writing:
             with self._lock:
-                content = bytes(self._content)
-            if len(content) > self._written:
-                self._path.write_bytes(content)
-                self._written = len(content)
+                lines = bytes(self._new)
+            if not lines:
+                return
+            if self._head is not None:
+                whole = self._head + lines
+                self._path.write_bytes(whole)
+                self._head = whole if len(whole) <= REWRITTEN_BYTES else None
+            else:
+                _join(self._path, self._size, lines)
+            self._size += len(lines)
+            with self._lock:
+                del self._new[: len(lines)]
+
+
+def _join(path: RemotePath, size: int, data: bytes) -> None:
+    """Adds bytes to the end of an object of `size` bytes, atomically for readers.
+
+    A retry after a lost response adds nothing twice: the object's size shows whether the join happened. The object is
+    changed only if its version is unchanged.
+
+    Raises:
+      LeaseLost: another process holds the lease of the folder.
+      TrainingError: another process has written the object.
+    """
+
+    def add() -> None:
+        version, found = object_stores.version_of(path.url), path.stat().st_size
+        if found == size + len(data):
+            return
+        fences.ask(path.url)
+        if found != size or version is None:
+            raise TrainingError(f"{path}: another process has written to it; this one stops")
+        if not object_stores.join(path.url, version, size, data):
+            raise ConnectionError("it was changed meanwhile")  # retried with a new look
+
+    path.ask(add)

@@ -20,7 +20,7 @@ from typing import TypeVar
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
 from maxbatch.system.patience import Patience, patience
 from maxbatch.system.stores import STORES
-from maxbatch.system.stores.store import Content, FileSystem, ObjectStore, chain, split
+from maxbatch.system.stores.store import LOST, Content, FileSystem, ObjectStore, chain, split
 from maxbatch.system.warning import warn
 
 T = TypeVar("T")
@@ -28,7 +28,6 @@ T = TypeVar("T")
 _LOOK_S = 0.25  # interval at which a waiting request checks for a request to stop
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.2, 15.0
 _PASSING = {408, 425, 429, 500, 502, 503, 504}
-_LOST = {409, 412}  # a precondition failed, or another client is writing
 
 
 def persist(url: str, request: Callable[[], T]) -> T:
@@ -247,6 +246,17 @@ def remove_if(url: str, version: str) -> bool:
     return bool(_unless_lost(url, lambda: store.remove(*at, version)))
 
 
+def join(url: str, version: str, size: int, data: bytes) -> bool:
+    """Appends bytes, inside the store, to an object of `size` bytes if it has a version; returns whether it did."""
+    store, at = _at(url)
+
+    def append() -> bool:
+        store.join(*at, version, size, data)
+        return True
+
+    return bool(_unless_lost(url, append))
+
+
 def _unless_lost(url: str, request: Callable[[], T], is_there: bool = True) -> T | None:
     """Makes a request about an object that has a version; returns None if another process changed it before."""
 
@@ -254,7 +264,7 @@ def _unless_lost(url: str, request: Callable[[], T], is_there: bool = True) -> T
         try:
             return request()
         except Exception as error:
-            is_lost = isinstance(error, FileExistsError) or _status(error, split(url)[0]) in _LOST
+            is_lost = isinstance(error, FileExistsError) or _status(error, split(url)[0]) in LOST
             if is_lost or (is_there and isinstance(error, FileNotFoundError)):
                 return None
             raise

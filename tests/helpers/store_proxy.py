@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
         copied = re.search(r"/rewriteTo/b/([^/]+)/o/([^/]+)$", url.path)
         if copied and self.command == "POST":
             return f"/{copied[1]}/{unquote(copied[2])}"
-        named = re.fullmatch(r"/storage/v1/b/([^/]+)/o/([^/]+)", url.path)
+        named = re.fullmatch(r"/storage/v1/b/([^/]+)/o/([^/]+)(?:/compose)?", url.path)
         return f"/{named[1]}/{unquote(named[2])}" if named and self.command in ("POST", "DELETE") else None
 
     def _precondition_holds(self, name: str) -> bool:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from maxbatch.system.stores.store import CONNECT_S, MAX_REQUESTS, READ_S, Content, FileSystem, chain
 
+_LARGEST_PART = 5 << 30  # of a multipart upload; the smallest, except the last, has 5 MiB
 _MD5 = re.compile(r"[0-9a-f]{32}")
 _PLAIN = (None, "AES256")  # encryptions with the MD5 as the ETag
 _STATUSES = {  # by error code, where the HTTP status differs
@@ -72,6 +73,20 @@ class Amazon:
                 raise
             files.call_s3("delete_object", **where)  # some S3 stores lack conditional deletes
         return True
+
+    def join(self, files: S3Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+        where = {"Bucket": bucket, "Key": name}
+        upload = {**where, "UploadId": files.call_s3("create_multipart_upload", **where)["UploadId"]}
+        parts = []
+        for number, begin in enumerate(range(0, size, _LARGEST_PART), start=1):
+            span = f"bytes={begin}-{min(size, begin + _LARGEST_PART) - 1}"
+            copied = files.call_s3(
+                "upload_part_copy", **upload, PartNumber=number, CopySource=where, CopySourceRange=span
+            )
+            parts.append({"PartNumber": number, "ETag": copied["CopyPartResult"]["ETag"]})
+        last = files.call_s3("upload_part", **upload, PartNumber=len(parts) + 1, Body=data)
+        parts.append({"PartNumber": len(parts) + 1, "ETag": last["ETag"]})
+        files.call_s3("complete_multipart_upload", **upload, MultipartUpload={"Parts": parts}, IfMatch=version)
 
     def status(self, error: BaseException) -> int | None:
         import botocore.exceptions as client

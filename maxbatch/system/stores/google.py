@@ -14,7 +14,7 @@ from http import HTTPStatus
 from typing import Any, Protocol
 from urllib.parse import quote
 
-from maxbatch.system.stores.store import CONNECT_S, READ_S, Content, FileSystem
+from maxbatch.system.stores.store import CONNECT_S, LOST, READ_S, Content, FileSystem
 
 
 class GoogleFiles(FileSystem, Protocol):
@@ -67,6 +67,22 @@ class Google:
     def remove(self, files: GoogleFiles, bucket: str, name: str, version: str) -> bool:
         files.call("DELETE", _object(bucket, name), ifGenerationMatch=version)
         return True
+
+    def join(self, files: GoogleFiles, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+        tail = f"{name}.tail"
+        try:  # by version: a stopped writer may write its own tail at any time
+            found = self.version(files, bucket, tail)
+        except FileNotFoundError:
+            found = None
+        written = self.write(files, bucket, tail, data, found)
+        parts = [{"name": name}, {"name": tail, "generation": written}]
+        sources = {"sourceObjects": parts, "destination": {"contentType": "text/plain"}}
+        files.call("POST", f"{_object(bucket, name)}/compose", json=sources, ifGenerationMatch=version)
+        try:
+            self.remove(files, bucket, tail, written)
+        except Exception as error:
+            if not (isinstance(error, FileNotFoundError) or self.status(error) in LOST):
+                raise
 
     def status(self, error: BaseException) -> int | None:
         from aiohttp import ClientResponseError

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import IO, Any, NamedTuple, Protocol, TypeVar
 
+LOST = {409, 412}  # HTTP statuses: a precondition failed, or another client is writing
 MAX_REQUESTS = 32  # at the same time
 CONNECT_S, READ_S = 10, 30  # a request silent for longer has failed
 
@@ -65,6 +66,9 @@ class ObjectStore(Protocol[Files]):
 
     def remove(self, files: Files, bucket: str, name: str, version: str) -> bool:
         """Removes an object if it has this version; returns whether it did."""
+
+    def join(self, files: Files, bucket: str, name: str, version: str, size: int, data: bytes) -> None:
+        """Appends bytes, inside the store, to an object of `size` bytes if it has this version."""
 
     def status(self, error: BaseException) -> int | None:
         """Returns the HTTP status of a client's exception, also of one without a response; None for any other."""
