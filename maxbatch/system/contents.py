@@ -5,11 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 from maxbatch.system.remote_path import Status
 from maxbatch.system.storage import AnyPath, is_remote, read_range
+from maxbatch.system.threads import in_threads
 
 BLOCK_BYTES = 8 << 20
 _READ_BYTES = 256 << 10  # of a file of this machine, which each thread holds in memory
@@ -75,8 +75,7 @@ def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _:
         progress(block.end - block.begin)
         return found
 
-    with ThreadPoolExecutor(min(_MOST_THREADS, 2 * (os.cpu_count() or 1))) as threads:
-        return list(threads.map(digest, blocks))
+    return in_threads(digest, blocks, min(_MOST_THREADS, 2 * (os.cpu_count() or 1)))
 
 
 def joined(parts: Iterable[bytes]) -> str:

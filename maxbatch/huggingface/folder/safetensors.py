@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeGuard
 
 import ml_dtypes
@@ -19,6 +18,7 @@ from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, is_remote, read_range
+from maxbatch.system.threads import in_threads
 
 INDEX = "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype] = {
@@ -76,8 +76,7 @@ def _in_ranges(file: AnyPath, begin: int, end: int) -> bytes | memoryview:
         last = min(first + _RANGE, end)
         content[first - begin : last - begin] = read_range(file, first, last)
 
-    with ThreadPoolExecutor(_REQUESTS) as threads:
-        list(threads.map(read, range(begin, end, _RANGE)))
+    in_threads(read, range(begin, end, _RANGE), _REQUESTS)
     return memoryview(content).toreadonly()
 
 
