@@ -43,6 +43,21 @@ def test_more_hosts_than_a_machine_can_run_are_one_line(
 
 
 @pytest.mark.parametrize(
+    "keys",
+    [
+        ("batch_size_schedule=0:6 12:8", "per_device_batch_size=4"),  # the first stage may be behind a resume
+        ("steps=91", "num_epochs=2"),  # the data decides whether they agree
+    ],
+    ids=str,
+)
+def test_a_plan_that_needs_the_run_is_left_to_the_hosts(keys: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(simulation, "run_hosts", lambda command, *_: started.append(command) or 0)
+    assert main(["train", *keys, "--simulate-hosts", "4"]) == 0
+    assert started == [["train", *keys, "--simulate-devices", "1"]]
+
+
+@pytest.mark.parametrize(
     ("scripts", "said", "code"),
     [
         (("stop", "end 75"), "host 0 of 2 has died: it is stopped (heartbeat_timeout_s); step 7 is saved", 75),
