@@ -27,10 +27,12 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Config) -> int:
     """Runs a command (`train` or `rl`) in the processes of `--simulate-hosts`; returns the exit code."""
     from maxbatch.commands.simulation import check_hosts, run_hosts
+    from maxbatch.plan.batch import BatchPlan
 
     num_hosts, num_devices = args.simulate_hosts, args.simulate_devices or args.simulate_hosts
     check_hosts(num_devices, num_hosts)
-    # The hosts plan: a resume need not fit the stages behind it, and the data may decide the length.
+    if config.recipe.is_sampled:  # else a resume need not fit the stages behind it, which the hosts know
+        BatchPlan.from_config(config, num_devices, num_hosts)  # refused once, not by every host
     words = [command, *args.config, "--simulate-devices", str(num_devices // num_hosts)]
     return run_hosts(words, num_hosts, partial(newest_saved, config), config.heartbeat_timeout_s)
 
