@@ -39,6 +39,7 @@ class Board:
         self._folder, self._files, self._warn = folder, 0, warn
         self._problem: str | None = None  # reason why the events ended, until reported
         self._writer: EventsWriter | None = None
+        self._has_new = False  # whether events have been added since the last sync
         self._stack = contextlib.ExitStack()
         # Objects cannot grow, so events go to a local file, which is copied to the store.
         self._here = self._stack.enter_context(place_here(folder))
@@ -79,6 +80,7 @@ class Board:
         with self._writing():
             if self._writer:
                 self._writer.write_event(event)
+                self._has_new = True
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
@@ -103,12 +105,13 @@ class Board:
                 writer.close()
 
     def sync(self) -> None:
-        """Flushes every event so far."""
-        with self._writing():
-            if self._writer:
-                self._writer.flush()
-            self._upload()
-        self._flushed = time.monotonic()
+        """Flushes every event so far; writes nothing where none is new."""
+        if self._has_new:
+            with self._writing():
+                if self._writer:
+                    self._writer.flush()
+                self._upload()
+        self._has_new, self._flushed = False, time.monotonic()
 
     def _upload(self) -> None:
         """Uploads the events so far to an object store; starts a new file after a large one."""

@@ -16,9 +16,12 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from maxbatch import ConfigError
+from maxbatch.system.storage import as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.record import loggers
+from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import IDS_FILE
+from tests.helpers.stores import Store
 from tests.helpers.tiny import read_metrics, tiny_config
 
 ONE = jax.devices()[:1]
@@ -120,6 +123,17 @@ def test_tensorboard_has_the_hyperparameters_of_a_run(tmp_path: Path) -> None:
     assert started["learning_rate"].number_value == 0.0625 and started["opt_type"].string_value == "adamw"
     shown = HParamsPluginData.FromString(found["_hparams_/experiment"]).experiment.metric_infos
     assert {"eval_loss", "loss"} <= {info.name.tag for info in shown} and "loss" in found
+
+
+def test_tensorboards_events_go_to_a_bucket_once(gs: Store) -> None:
+    folder = as_path(gs.bucket())
+    board = Board(folder, 0, print)
+    gs.forget()
+    board.text(1, "greeting", "hello")
+    for _ in range(2):
+        board.sync()
+    board.close()
+    assert sum(method in ("POST", "PUT") for _, method, *_ in gs.requests()) == 1
 
 
 def test_tensorboard_brings_no_clients_of_object_stores() -> None:
