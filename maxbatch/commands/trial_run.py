@@ -85,6 +85,7 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
     shared = config.base_num_query_heads // config.base_num_kv_heads
     kv_heads = {1: _HEADS, config.base_num_query_heads: 1}.get(shared, _HEADS // 2)
     has_experts = config.num_experts > 1
+    attended = min(config.attention_output_dim, _WIDTH // 2)
     names = ("rope_short_factors", "rope_long_factors")
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
     dense = min(config.first_num_dense_layers, 1)
@@ -93,6 +94,7 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
         "base_num_decoder_layers": max(2, layers) + dense,
         "first_num_dense_layers": dense,
         "base_num_kv_heads": kv_heads,
+        "attention_output_dim": attended,
         "num_experts": _EXPERTS if has_experts else 1,
         "num_experts_per_tok": min(config.num_experts_per_tok, _EXPERTS // 2),
         "base_moe_mlp_dim": _MLP // 4 if has_experts else -1,

@@ -36,8 +36,8 @@ class Family:
     """A family: its names, facts of its layers without a config key, and the fields that correspond to our keys."""
 
     decoder_block: str
-    model_type: str
-    architecture: str  # the class of its causal language model
+    model_type: str  # in the transformers library; "" for a family of MaxText alone, which has no folders there
+    architecture: str  # the class of its causal language model; "" likewise
     # The form of a layer.
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm with a bias
     norm_adds_one: bool = False  # a norm multiplies by 1 + scale
@@ -51,6 +51,9 @@ class Family:
     expert_limit: float | None = None  # clips the values that an expert multiplies, with another activation
     has_sinks: bool = False  # each head learns a score that absorbs attention, without a token
     always_normalises: bool = False  # normalises the weights of a token's experts, for any router scores
+    # Attention's output has a width of its own. It does not join the stream: it is normalised and goes to the experts,
+    # whose output joins after a projection to the stream's width.
+    has_narrow_experts: bool = False
     # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
     has_latents: bool = False
     # Its config.json. Defaults of missing fields are the transformers library's.
@@ -242,6 +245,12 @@ _DEEPSEEK = Family(
     tensors={"experts.routed_bias": "mlp.gate.e_score_correction_bias"},
 )  # fmt: skip
 
+# MaxText's alone, models/qwen3_custom.py (https://github.com/AI-Hypercomputer/maxtext).
+_QWEN3_CUSTOM_MOE = Family(
+    decoder_block="qwen3_custom_moe", model_type="", architecture="",
+    has_experts=True, has_narrow_experts=True, modules={},
+)  # fmt: skip
+
 DEFAULT_FAMILY = _LLAMA.decoder_block  # when a config names no family
 # By `decoder_block`.
 FAMILIES: dict[str, Family] = {
@@ -263,5 +272,8 @@ FAMILIES: dict[str, Family] = {
         _OLMOE,
         _GPT_OSS,
         _DEEPSEEK,
+        _QWEN3_CUSTOM_MOE,
     )
 }
+# By the `model_type` of a `config.json`.
+MODEL_TYPES: dict[str, Family] = {family.model_type: family for family in FAMILIES.values() if family.model_type}

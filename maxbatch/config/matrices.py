@@ -18,7 +18,7 @@ ParameterPath = tuple[str, ...]
 ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
 # The stacks of layers: the first, dense ones of a model with experts, and all others.
 DENSE_LAYERS, LAYERS = "dense_layers", "layers"
-NORMS = ("norm", "q_norm", "kv_norm")  # axes of vectors that are computed in float32
+NORMS = ("norm", "attended_norm", "q_norm", "kv_norm")  # axes of vectors that are computed in float32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,8 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
     """Returns the size of each logical axis."""
     return {
         "vocab": model.vocab_size, "position": model.trainable_position_size, "embed": model.base_emb_dim,
-        "norm": model.base_emb_dim, "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
+        "norm": model.base_emb_dim, "attended": model.attention_output_dim, "attended_norm": model.attention_output_dim,
+        "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
         "head_dim": model.head_dim, "mlp": model.base_mlp_dim, "experts": model.num_experts,
         "router": model.num_experts, "moe_mlp": moe_mlp_dim(model),
         "shared_mlp": model.shared_experts * moe_mlp_dim(model),
@@ -124,10 +125,12 @@ def is_gated(model: ModelConfig) -> bool:
 
 def _table(family: Family) -> tuple[Parameter, ...]:
     """Returns a family's possible parameters, in the order of their creation."""
+    # The width of attention's output and of the experts' tokens: of a product's input or output, and of a vector.
+    attended, attended_norm = ("attended", "attended_norm") if family.has_narrow_experts else ("embed", "norm")
 
-    def norm(name: str) -> tuple[Parameter, ...]:
+    def norm(name: str, axis: str = "norm") -> tuple[Parameter, ...]:
         parts = ("scale", "bias") if family.norm == "layer" else ("scale",)
-        return tuple(Parameter(f"{name}.{part}", ("norm",)) for part in parts)
+        return tuple(Parameter(f"{name}.{part}", (axis,)) for part in parts)
 
     def normalised(heads: str) -> Axes:
         return ("head_dim",) if family.qk_norm_over == "head" else (heads, "head_dim")
@@ -147,11 +150,11 @@ def _table(family: Family) -> tuple[Parameter, ...]:
             Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
             Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
             Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
-            Parameter(f"{attention}.out", ("embed",), heads, kept="out_proj"),
+            Parameter(f"{attention}.out", (attended,), heads, kept="out_proj"),
             Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
-            Parameter(f"{attention}.out_bias", ("norm",), has=has_out_bias),
+            Parameter(f"{attention}.out_bias", (attended_norm,), has=has_out_bias),
             *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
             Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=lambda m: m.use_qk_norm),
             Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=lambda m: m.use_qk_norm),
@@ -199,24 +202,28 @@ def _table(family: Family) -> tuple[Parameter, ...]:
             Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
         )
         return (
-            Parameter(f"{experts}.router", ("router",), ("embed",)),
-            Parameter(f"{experts}.expert_gate", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_0"),
-            Parameter(f"{experts}.expert_up", ("moe_mlp",), ("embed",), per_expert=True, kept="moe_mlpwi_1"),
-            Parameter(f"{experts}.expert_down", ("embed",), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
+            Parameter(f"{experts}.router", ("router",), (attended,)),
+            Parameter(f"{experts}.expert_gate", ("moe_mlp",), (attended,), per_expert=True, kept="moe_mlpwi_0"),
+            Parameter(f"{experts}.expert_up", ("moe_mlp",), (attended,), per_expert=True, kept="moe_mlpwi_1"),
+            Parameter(f"{experts}.expert_down", (attended,), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
             *(biases if family.has_expert_biases else ()),
             Parameter(
                 f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, is_learned=False, has=lambda m: m.routed_bias
             ),
         )
 
+    def widen(name: str) -> Parameter:
+        return Parameter(name, ("embed",), (attended,), kept="mlpwo")
+
     def layers(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
         return (
             *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
             *(latent_rows if family.has_latents else attention_rows)(f"{stack}.attention"),
             *(norm(f"{stack}.attention_post_norm") if family.norms_after else ()),
-            *(norm(f"{stack}.mlp_norm") if family.norms_before else ()),
+            *(norm(f"{stack}.mlp_norm", attended_norm) if family.norms_before else ()),
             *(experts_rows(f"{stack}.experts") if has_experts else mlp_rows(f"{stack}.mlp")),
             *(shared_rows(f"{stack}.shared_experts") if family.has_latents and has_experts else ()),
+            *((widen(f"{stack}.widen"),) if family.has_narrow_experts else ()),
             *(norm(f"{stack}.mlp_post_norm") if family.norms_after else ()),
         )
 

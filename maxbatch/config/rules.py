@@ -307,11 +307,16 @@ _OF_EXPERTS = (
     "routed_bias_update_rate", "load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight",
     "capacity_factor", *KEPT_OF_EXPERTS,
 )  # fmt: skip
-# Keys of DeepSeek's form only, and keys of forms that it lacks.
+# Keys of one form, DeepSeek's or that of narrow experts, and keys of forms that DeepSeek's lacks.
 _OF_LATENTS = (
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
     "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
 )  # fmt: skip
+_OF_NARROW_EXPERTS = ("attention_output_dim",)
+_OWNERS = {
+    _OF_LATENTS: [name for name, family in FAMILIES.items() if family.has_latents],
+    _OF_NARROW_EXPERTS: [name for name, family in FAMILIES.items() if family.has_narrow_experts],
+}  # the families whose form has some keys
 _NOT_OF_LATENTS = (
     "attention_bias", "attention_out_bias", "mlp_projection_bias", "use_qk_norm", "attention_type",
     "query_pre_attn_scalar", "trainable_position_size",
@@ -348,16 +353,20 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         return {name: keys[name].default for name in names if config[name] != keys[name].read(keys[name].default)}
 
     if not family.has_experts and (works := stated(_OF_EXPERTS)):
-        name, works = next(iter(works)), works | stated(_OF_LATENTS)
+        name, works = next(iter(works)), works | stated(_OF_LATENTS + _OF_NARROW_EXPERTS)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
         rule = f"{works[name]} beside {block}, whose layers have no experts (those of {others} have)"
         raise refuse(name, rule, works)
-    if works := stated(_NOT_OF_LATENTS if family.has_latents else _OF_LATENTS):
+    lacking = {names: owners for names, owners in _OWNERS.items() if family.decoder_block not in owners}
+    if works := stated(sum(lacking, _NOT_OF_LATENTS if family.has_latents else ())):
         name = next(iter(works))
-        others = "" if family.has_latents else " (that of deepseek has it)"
-        raise refuse(name, f"{works[name]} beside {block}, whose form does not have it{others}", works)
+        has_it = next(
+            (f" (that of {', '.join(owners)} has it)" for keys, owners in lacking.items() if name in keys), ""
+        )
+        raise refuse(name, f"{works[name]} beside {block}, whose form does not have it{has_it}", works)
     if not family.has_experts:
         return
+    _check_narrow(config, block, fault)
     normalises = {"norm_topk_prob": "true"} if family.always_normalises and not config.norm_topk_prob else {}
     if num_experts < 2:
         choices, best, groups = config.num_experts_per_tok, config.topk_routing_group, max(1, config.n_routing_groups)
@@ -382,6 +391,14 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
     if family.has_latents:
         _check_latents(config, fault, refuse)
+
+
+def _check_narrow(config: AllKeys, block: str, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for a width of attention's output without which the family has no projection behind it."""
+    width, stream = config.attention_output_dim, config.base_emb_dim
+    if FAMILIES[config.decoder_block].has_narrow_experts and width in (-1, stream):
+        rule = f"a width other than base_emb_dim={stream} beside {block}, which projects from the one to the other"
+        raise fault("attention_output_dim", rule, max(1, stream // 2))
 
 
 def _check_latents(config: AllKeys, fault: Callable[..., ConfigError], refuse: Callable[..., ConfigError]) -> None:

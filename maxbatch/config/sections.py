@@ -261,6 +261,8 @@ class ModelConfig(Section, changes="the model's computation"):
     base_num_kv_heads: int = key(2,
         "K: key and value heads (grouped-query attention where K < H)", MODEL, COUNT, "heads")
     head_dim: int = key(32, "h: width of a head; even", MODEL, FROM_TWO)
+    attention_output_dim: int = key(-1, "qwen3_custom_moe: width of attention's output, which its experts take and "
+        "return, in place of base_emb_dim", MODEL, COUNT_OR_OFF)
     base_mlp_dim: int = key(384, "F: hidden width of the gated MLP", MODEL, COUNT)
     base_num_decoder_layers: int = key(4, "layers", MODEL, COUNT, "layers")
     vocab_size: int = key(264,

@@ -21,7 +21,7 @@ from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.families import FAMILIES, is_local_layer
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, num_layers
+from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, num_layers
 from maxbatch.model.attention import Attention
 from maxbatch.model.cache import Cache
 from maxbatch.model.experts.experts import Experts
@@ -35,7 +35,7 @@ from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
 from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
-from maxbatch.parallel.remat import Remat, checkpointed
+from maxbatch.parallel.remat import Remat, checkpointed, kept
 from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.parallel.trees import State
 
@@ -74,6 +74,7 @@ class DecoderLayer(nnx.Module):
     mlp: MLP  # if the layer has no experts
     experts: Experts  # if it has
     shared_experts: MLP  # of every token
+    widen: nnx.Param[jax.Array]  # if attention and experts have a width of their own
 
     def __init__(self, config: DecoderConfig, stack: str = LAYERS, *, rngs: nnx.Rngs, constrain: Constrain):
         family = FAMILIES[config.decoder_block]
@@ -90,7 +91,8 @@ class DecoderLayer(nnx.Module):
         if self.has_experts and config.shared_experts:
             self.shared_experts = MLP(config, f"{stack}.shared_experts", rngs=rngs, constrain=constrain)
         self.mlp_post_norm = norm_of(config, f"{stack}.mlp_post_norm")
-        self.constrain = constrain
+        add_parameters(self, config, f"{stack}.widen", rngs=rngs)
+        self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(
         self,
@@ -102,8 +104,8 @@ class DecoderLayer(nnx.Module):
     ) -> tuple[jax.Array, RoutingSums | None]:
         """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its experts."""
         attended_MxLxD = self.attention(self.attention_norm(x_MxLxD), slots.segments_MxL, rope, is_local)
-        x_MxLxD = self._attended(x_MxLxD, attended_MxLxD)
-        sums, inner_MxLxD = None, self.mlp_norm(x_MxLxD)
+        x_MxLxD, inner_MxLxD = self._attended(x_MxLxD, attended_MxLxD)
+        sums = None
         if self.has_experts:
             assert number is not None, "layers with experts are numbered"
             out_MxLxD, sums = self.experts(inner_MxLxD, slots, number)
@@ -125,8 +127,7 @@ class DecoderLayer(nnx.Module):
         attended_BxTxD, cache = self.attention.with_cache(
             self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer, is_local
         )
-        x_BxTxD = self._attended(x_BxTxD, attended_BxTxD)
-        inner_BxTxD = self.mlp_norm(x_BxTxD)
+        x_BxTxD, inner_BxTxD = self._attended(x_BxTxD, attended_BxTxD)
         if self.has_experts:
             out_BxTxD = self._with_shared(inner_BxTxD, self.experts.of_each(inner_BxTxD))
         else:
@@ -136,10 +137,18 @@ class DecoderLayer(nnx.Module):
     def _with_shared(self, inner_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
         return out_MxLxD + self.shared_experts(inner_MxLxD) if hasattr(self, "shared_experts") else out_MxLxD
 
-    def _attended(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> jax.Array:
-        return self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
+    def _attended(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns the stream after attention, and the input of the MLP or the experts."""
+        if hasattr(self, "widen"):  # attention feeds the experts alone
+            return x_MxLxD, self.mlp_norm(attended_MxLxD)
+        x_MxLxD = self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
+        return x_MxLxD, self.mlp_norm(x_MxLxD)
 
     def _add(self, x_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
+        if hasattr(self, "widen"):
+            out_MxLxD = kept(
+                product(out_MxLxD, self.widen[...], "mle,ed->mld", self.quantization), MATRICES["widen"].kept
+            )
         return self.constrain(x_MxLxD + self.mlp_post_norm(out_MxLxD), _STREAM)
 
 

@@ -39,6 +39,8 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "head_dim": (),
     "mlp": ("tensor",),
     "norm": (),
+    "attended": ("fsdp", "expert", "pipeline"),
+    "attended_norm": (),
     "rank": (),
     "position": (),
     # Latents: as what a product sums over, and as what it makes.
@@ -50,6 +52,7 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",
     "length": "context",
     "embed": None,
+    "attended": None,
     "heads": "tensor",
     "kv_heads": "tensor",
     "head_dim": None,
@@ -142,14 +145,14 @@ def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: 
     """Returns the partition of one parameter, whose dimensions `logical_axes` names."""
     taken: list[tuple[str, ...]] = []
     for name, size in zip(logical_axes, shape, strict=True):
-        wanted = tuple(axis for axis in PARAMETER_RULES[name] if (axis,) not in taken)
+        wanted = tuple(axis for axis in PARAMETER_RULES[name] if not any(axis in axes for axes in taken))
         wanted = tuple(axis for axis in wanted if axis != "expert" or mesh.shape["expert"] > 1)
         if mesh.shape["pipeline"] == 1 and name != LAYERS:
             wanted = tuple(axis for axis in wanted if axis != "pipeline")
         while wanted and size % num_shards(mesh, wanted):
             wanted = wanted[:-1]
         taken.append(wanted)
-    if "embed" in logical_axes and not any("fsdp" in axes for axes in taken):
+    if {"embed", "attended"} & set(logical_axes) and not any("fsdp" in axes for axes in taken):
         whole = [
             (size, i) for i, size in enumerate(shape) if not taken[i] and logical_axes[i] not in (LAYERS, DENSE_LAYERS)
         ]

@@ -17,7 +17,7 @@ from maxbatch.plan.mesh_shape import MeshShape
 
 _BYTES = {"float32": 4, "bfloat16": 2}
 # The axes of a matrix of experts, of the mesh axes that split them.
-_SPLIT = {"experts": "expert", "embed": "fsdp", "moe_mlp": "tensor"}
+_SPLIT = {"experts": "expert", "embed": "fsdp", "attended": "fsdp", "moe_mlp": "tensor"}
 
 
 class ExpertGroups(NamedTuple):
@@ -53,7 +53,7 @@ def _parts(row: Parameter, model: ModelConfig, sizes: Mapping[str, int]) -> int:
     parts = [sizes.get(_SPLIT.get(name, ""), 1) for name in row.axes]
     parts = [part if size % part == 0 else 1 for size, part in zip(shape, parts, strict=True)]
     fsdp = sizes["fsdp"]
-    if "embed" in row.axes and parts[row.axes.index("embed")] != fsdp:
+    if any(_SPLIT.get(name) == "fsdp" and part != fsdp for name, part in zip(row.axes, parts, strict=True)):
         free = [(size, i) for i, size in enumerate(shape) if parts[i] == 1 and size % fsdp == 0]
         if free:
             parts[max(free)[1]] = fsdp

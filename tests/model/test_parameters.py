@@ -31,7 +31,8 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
     record = FAMILIES[family]
     if not record.has_experts:
         return FORMS[form]
-    return (*EXPERTS, *(FORMS_OF_LATENTS if record.has_latents else FORMS_OF_EXPERTS)[form])
+    width = ("attention_output_dim=48",) if record.has_narrow_experts else ()
+    return (*EXPERTS, *width, *(FORMS_OF_LATENTS if record.has_latents else FORMS_OF_EXPERTS)[form])
 
 
 @pytest.mark.parametrize("form", FORMS)

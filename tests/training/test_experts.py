@@ -116,6 +116,15 @@ def test_deepseek_routes_and_balances_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
+def test_narrow_experts_route_and_balance_alike_on_all_layouts(tmp_path):
+    narrow = ("decoder_block=qwen3_custom_moe", "attention_output_dim=24", "steps=2", UNSAVED)
+    expected = run(tmp_path / "whole", "", *narrow, UNMEASURED)
+    for layout in ("experts, tensor and fsdp", "experts and pipeline"):
+        found = run(tmp_path / layout, layout, *narrow)
+        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
+
+
 def bias_of(run_dir: Path) -> np.ndarray:
     """Returns the routers' bias in the newest checkpoint of a run: float32[layers, experts]."""
     leaves = jax.tree.leaves_with_path(load_model(run_dir).params)

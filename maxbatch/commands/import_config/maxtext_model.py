@@ -130,4 +130,5 @@ MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_scaled": lambda t, _: t.text("rope_use_scale", "true").lower() != "false",
     "is_interleaved": lambda t, word: t.text(word, "true").lower() == "true",
     "is_original_length": _is_original_length,
+    "is_attended": lambda t, word: t.number(word) == t.number("attention_output_dim"),
 }

@@ -38,6 +38,9 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
       ConfigError: a `config.json` of the family of its `decoder_block` cannot express a key.
     """
     family = FAMILIES[config.decoder_block]
+    if not family.model_type:
+        raise ConfigError(f"decoder_block={family.decoder_block}: Hugging Face's transformers have no such family; "
+                          "works: a decoder_block whose family they have")  # fmt: skip
     stated = _common(config) | _windows(config, family) | (_rope(config, family) if family.has_rope else {})
     stated["hidden_act"] = _activation(config, family)
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_projection_bias}

@@ -6,7 +6,7 @@ import math
 import os
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL, Family, Json
+from maxbatch.config.families import GLOBAL, LOCAL, MODEL_TYPES, Family, Json
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.folder.fields import check_fields
 from maxbatch.huggingface.folder.hub import folder_of, hub_name, hub_problem
@@ -151,9 +151,9 @@ def model_keys(stated: Json, where: str) -> dict[str, str]:
 
 def _family(stated: Json, where: str) -> Family:
     name = str(stated.get("model_type"))
-    family = next((family for family in FAMILIES.values() if family.model_type == name), None)
+    family = MODEL_TYPES.get(name)
     if family is None:
-        works = ", ".join(family.model_type for family in FAMILIES.values())
+        works = ", ".join(MODEL_TYPES)
         raise ConfigError(f"{where}: model_type={shown(name)} is not supported; works: one of {works}")
     experts = [field for field, value in stated.items() if "expert" in field and value and not family.has_experts]
     if experts:

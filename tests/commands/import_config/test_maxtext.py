@@ -279,6 +279,26 @@ def test_deepseeks_form_is_that_of_maxtext(tmp_path: Path) -> None:
     assert fates["attention_type"].is_essential and "mla" in fates["attention_type"].says
 
 
+NARROW = """decoder_block: qwen3_custom_moe
+base_emb_dim: 256
+attention_output_dim: 96
+moe_expert_input_dim: 96
+use_qk_norm: true
+num_experts: 8
+num_experts_per_tok: 2
+norm_topk_prob: true
+"""
+
+
+def test_experts_narrower_than_the_stream_are_those_of_maxtext(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{NARROW}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.decoder_block, config.attention_output_dim) == ("qwen3_custom_moe", 96)
+    other = NARROW.replace("moe_expert_input_dim: 96", "moe_expert_input_dim: 128")
+    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{other}")
+    assert fates["moe_expert_input_dim"].is_essential
+
+
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
         imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")
