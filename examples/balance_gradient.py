@@ -3,7 +3,7 @@
 python examples/balance_gradient.py
 
 One batch of 16 rows is cut into 1 to 16 micro-batches. Each line compares the router's gradient of the balance loss
-alone with the loss's own definition over the batch, whose value is 1 where all is even: E sum(f P) of each row, or of
+alone with the loss's own definition over the batch, whose value is 1 for even loads: E sum(f P) of each row, or of
 the whole batch. Rows are full, or have 4, 8, ... 64 tokens. Others' formulas are restated here from their sources, of
 which each function names version and file; maxbatch's is called.
 

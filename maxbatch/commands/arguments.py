@@ -159,7 +159,7 @@ def add_ray(parser: argparse.ArgumentParser, tasks: str) -> None:
     """Adds the flags that run the tasks of a command on a Ray cluster."""
     parser.add_argument(
         "--ray", metavar="ADDRESS",
-        help=f"run {tasks} on a Ray cluster: local (started for this command), auto (the one that is there), HOST:PORT",
+        help=f"run {tasks} on a Ray cluster: local (started for this command), auto (a running one), HOST:PORT",
     )  # fmt: skip
     parser.add_argument(
         "--resources",

@@ -97,8 +97,8 @@ def _folder(args: argparse.Namespace, config: Config) -> AnyPath:
 def _on_simulated_hosts(args: argparse.Namespace) -> int:
     """Compiles in the processes of simulated hosts, and again in fewer of them for `--survive`."""
     if args.topology:
-        raise ConfigError(f"--simulate-hosts {args.simulate_hosts}: must not be given beside --topology, which says "
-                          f"how many hosts there are; works: --topology {args.topology}")  # fmt: skip
+        raise ConfigError(f"--simulate-hosts {args.simulate_hosts}: must not be given beside --topology, which states "
+                          f"the hosts; works: --topology {args.topology}")  # fmt: skip
     if args.json and args.survive:
         raise ConfigError("--json: prints one object, and --survive on simulated hosts compiles several machines one "
                           "after the other; works: without --json")  # fmt: skip

@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     model = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("model", type=place, metavar="MODEL", help=model)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
-    tasks = "tasks, groups or tags of lm-evaluation-harness, patterns, files of tasks or folders of them; by commas"
+    tasks = "tasks, groups or tags of lm-evaluation-harness, patterns, task files or folders of them, joined by commas"
     parser.add_argument("--tasks", required=True, metavar="TASK,...", help=tasks)
     path = "a folder of task files whose names --tasks may use"
     parser.add_argument("--include-path", metavar="DIR", help=path)

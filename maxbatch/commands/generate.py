@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     text = generate_text(params, tokenizer, prompt, config.text, rules)
     print(_shown(text), flush=True)
     if text == tokenizer.decode(tokenizer.encode(prompt)):
-        _note("the text ends at once: the first token that was drawn is the end of the text")
+        _note("the text is empty: the first token drawn ends it")
     if _is_chat_model(config, tokenizer, args.run_dir):
         _note("this model's tokenizer has a chat template; --chat asks the model by it")
     return EXIT_DONE

@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     slices, samples = "slices of the devices (default 1)", "samples in one pass over data that is not here"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
-    survive = "show the same batch on every machine down to K slices fewer, or hosts where there is one slice"
+    survive = "show the same batch on every machine down to K slices fewer (hosts, if there is one slice)"
     parser.add_argument("--survive", type=count, metavar="K", help=survive)
     topology = "the TPU slice of --survive: compile for each machine, and show its memory and modelled step"
     parser.add_argument("--topology", metavar="T", help=topology)
@@ -169,7 +169,7 @@ def _survival(config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: 
     rows = survivors(config, machine, args.survive, epoch, args.topology)
     batches = {row.plan.global_batch_size_to_train_on for row in rows if row.plan}
     if len(batches) > 1:
-        note("warning: the batch is stated per device, so that a smaller machine trains on a smaller batch; "
+        note("warning: the batch is stated per device, so a smaller machine trains on a smaller batch; "
              f"global_batch_size={plan.global_batch_size_to_train_on} keeps it")  # fmt: skip
     return rows
 

@@ -108,7 +108,7 @@ def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
     if by in ("", "batch_size") or any(settings[name].value != _base_layer()[name].value for name in others):
         return None
     batch = f"{by}={keys()[by].write(settings[by].value)}"
-    return f"{enabled}=true has no effect: {batch} is stated instead, so there is no ramp"
+    return f"{enabled}=true has no effect: {batch} replaces the ramp"
 
 
 def override_texts(stated: Mapping[str, object]) -> list[str]:
@@ -276,7 +276,7 @@ def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
         if problem := hub_problem(path):
             raise ConfigError(f"{where}: {problem}")
         raise ConfigError(
-            f"model_name={AUTO}: takes the model keys from the config.json of a Hugging Face folder, and {where} names "
+            f"model_name={AUTO}: reads the model keys from the config.json of a Hugging Face folder, and {where} is "
             "none; works: model_name=default"
         )
     stated = keys_of_folder(path)
@@ -396,10 +396,10 @@ def _settle_run_dir(settings: dict[str, Setting], layer: _Layer) -> None:
         if "run_dir" in layer and layer["run_dir"].value != place:
             raise ConfigError(
                 f"run_dir={shown(str(layer['run_dir'].value))}: must not be stated beside {' and '.join(words)}, which "
-                f"say {shown(place)}; works: run_dir={shown(place)}"
+                f"mean {shown(place)}; works: run_dir={shown(place)}"
             )
         if rule := place_fault(place):
-            raise ConfigError(f"{' and '.join(words)} say run_dir={shown(place)}: must be {rule}")
+            raise ConfigError(f"{' and '.join(words)} mean run_dir={shown(place)}: must be {rule}")
         settings["run_dir"] = settings[words[0]]._replace(value=place)
     elif "run_dir" in layer:
         for name in ("base_output_directory", "run_name"):

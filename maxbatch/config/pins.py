@@ -34,7 +34,7 @@ def texts_fixing(what: Fixes, config: Mapping[str, Value]) -> dict[str, str]:
     return {name: keys()[name].write(config[name]) for name in names_fixing(what)}
 
 
-THE_CUT = "the cut of the batch alone"
+THE_CUT = "only the micro-batches"
 
 
 def states_batch(name: str) -> bool:

@@ -141,8 +141,8 @@ def check_data_paths(values: Keyed) -> None:
                           f"of jsonl, parquet or prepared tokens; works: {recipe.key}=false")  # fmt: skip
     held_out, share = values["eval_dataset_path"], values["eval_fraction"]
     if held_out and share:
-        raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} is the held-out data "
-                          "already; works: eval_fraction=0")  # fmt: skip
+        raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} already "
+                          "states the held-out data; works: eval_fraction=0")  # fmt: skip
 
 
 def check_dataset(values: Keyed) -> None:
@@ -203,7 +203,8 @@ def check_rules(config: AllKeys, keys: Mapping[str, Key]) -> None:
         raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
     for name in customised_tensors(config):
         if config.remat_policy != "custom" and (family.has_experts or name not in KEPT_OF_EXPERTS):
-            raise ConfigError(f"{name}={config[name]}: is a key of remat_policy=custom; works: remat_policy=custom")
+            rule = "has an effect only with remat_policy=custom"
+            raise ConfigError(f"{name}={config[name]}: {rule}; works: remat_policy=custom")
     if config.early_stopping_patience is not None and config.eval_interval == -1:
         raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
     if config.eval_tasks:
@@ -229,7 +230,7 @@ def check_rules(config: AllKeys, keys: Mapping[str, Key]) -> None:
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
     if config.learning_rate_schedule == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
-        rule = f"at most {rest}, what warmup_steps_fraction={warmup:g} leaves of the run"
+        rule = f"at most {rest}, the share that warmup_steps_fraction={warmup:g} leaves"
         raise fault("wsd_decay_steps_fraction", rule, rest)
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", config.profile_steps)
     if config.profile_steps and not (window and int(window[1]) < int(window[2])):
@@ -241,7 +242,7 @@ def _check_local_checkpoints(config: AllKeys, fault: Callable[..., ConfigError])
     directory, period = config.local_checkpoint_directory, config.local_checkpoint_period
     if not directory:
         if period:
-            rule = "0 without local_checkpoint_directory, the path on each host that they are kept below"
+            rule = "0 without local_checkpoint_directory, each host's folder for them"
             raise fault("local_checkpoint_period", rule, 0)
         return
     if not period:
@@ -261,7 +262,7 @@ def _check_decays(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...,
         takes_runs = name == "weight_decay_timescale"
         _check_tokens(name, str(text), takes_runs, fault)
         if config.adam_scaling == "sde" and not takes_runs:
-            raise fault(name, "null beside adam_scaling=sde, which makes the decays follow the batch as well", "null")
+            raise fault(name, "null beside adam_scaling=sde, which already makes the decays follow the batch", "null")
     if config.parameter_average_half_life is not None:
         name = "parameter_average_half_life"
         _check_tokens(name, str(config[name]), False, fault)
@@ -325,9 +326,7 @@ _NOT_OF_LATENTS = (
 
 def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
-    rule = (
-        f"so small with quantization=int8 that no product sums over more than {_MOST_INT8_TERMS:,}, which int32 holds"
-    )
+    rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
     for name in ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"):
         times = config.shared_experts or 1 if name == "base_moe_mlp_dim" else 1
         if config[name] * times > _MOST_INT8_TERMS:
@@ -355,15 +354,13 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
     if not family.has_experts and (works := stated(_OF_EXPERTS)):
         name, works = next(iter(works)), works | stated(_OF_LATENTS + _OF_NARROW_EXPERTS)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
-        rule = f"{works[name]} beside {block}, whose layers have no experts (those of {others} have)"
+        rule = f"{works[name]} beside {block}, whose layers have no experts (experts are in {others})"
         raise refuse(name, rule, works)
     lacking = {names: owners for names, owners in _OWNERS.items() if family.decoder_block not in owners}
     if works := stated(sum(lacking, _NOT_OF_LATENTS if family.has_latents else ())):
         name = next(iter(works))
-        has_it = next(
-            (f" (that of {', '.join(owners)} has it)" for keys, owners in lacking.items() if name in keys), ""
-        )
-        raise refuse(name, f"{works[name]} beside {block}, whose form does not have it{has_it}", works)
+        has_it = next((f" (only in {', '.join(owners)})" for keys, owners in lacking.items() if name in keys), "")
+        raise refuse(name, f"{works[name]} beside {block}, which lacks it{has_it}", works)
     if not family.has_experts:
         return
     _check_narrow(config, block, fault)
@@ -384,9 +381,7 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
     if config.routed_bias_update_rate and config.lora_rank:
         raise fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
     if family.expert_limit is not None and config.mlp_activations != "silu,linear":
-        raise fault(
-            "mlp_activations", f"silu,linear beside {block}, whose experts have one of their own", "silu,linear"
-        )
+        raise fault("mlp_activations", f"silu,linear beside {block}, whose activation is fixed", "silu,linear")
     if not config.mlp_activations.endswith(",linear"):
         raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
     if family.has_latents:
@@ -416,7 +411,7 @@ def _check_latents(config: AllKeys, fault: Callable[..., ConfigError], refuse: C
     if experts % groups or (groups > 1 and experts < 2 * groups):
         sizes = [number for number in range(1, experts // 2 + 1) if experts % number == 0]
         nearest = min(sizes, key=lambda number: (abs(number - groups), number))
-        rule = f"a divisor of num_experts={experts} that leaves at least 2 experts in a group, whose two best it ranks"
+        rule = f"a divisor of num_experts={experts} with at least 2 experts per group, ranked by its two best"
         works, fewest = {"n_routing_groups": nearest}, -(-choices // (experts // nearest))
         if best != -1 and not fewest <= best <= nearest:
             works["topk_routing_group"] = min(max(best, fewest), nearest)
@@ -425,8 +420,8 @@ def _check_latents(config: AllKeys, fault: Callable[..., ConfigError], refuse: C
         raise fault("topk_routing_group", f"at most n_routing_groups={groups}", groups)
     if best != -1 and choices > best * (experts // groups):
         least = -(-choices // (experts // groups))
-        rule = f"at least {least}, since num_experts_per_tok={choices} experts are in no fewer groups of "
-        raise fault("topk_routing_group", f"{rule}{experts // groups}", least)
+        rule = f"at least {least}: num_experts_per_tok={choices} experts need as many groups of {experts // groups}"
+        raise fault("topk_routing_group", rule, least)
 
 
 def _check_factors(config: AllKeys, fault: Callable[..., ConfigError]) -> None:

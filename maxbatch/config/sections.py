@@ -295,9 +295,9 @@ class ModelConfig(Section, changes="the model's computation"):
     rope_type: Literal["default", "linear", "llama3.1", "yarn", "longrope"] = key("default",
         "default | linear | llama3.1 | yarn | longrope: how RoPE extends to longer texts", MODEL)
     rope_factor: float = key(1, "stretches wavelengths; >= 1", MODEL, COUNT)
-    rope_low_freq_factor: float = key(1, "llama3.1: wavelengths longer than the original length over it are stretched "
+    rope_low_freq_factor: float = key(1, "llama3.1: wavelengths above the original length / this factor are stretched "
         "in full", MODEL, POSITIVE, maxtext=OURS)
-    rope_high_freq_factor: float = key(4, "llama3.1: wavelengths shorter than the original length over it are not "
+    rope_high_freq_factor: float = key(4, "llama3.1: wavelengths below the original length / this factor are not "
         "stretched", MODEL, POSITIVE, maxtext=OURS)
     original_max_position_embeddings: int = key(4096,
         "llama3.1, yarn, longrope: tokens of the texts before stretching", MODEL, COUNT, "tokens")
@@ -447,7 +447,7 @@ class DataConfig(Section, changes="the data"):
         "rows of L tokens", Fixes.CONTENT | Fixes.PROGRAM, chooses="pair")
     overlong: Literal["truncate", "drop", "error"] = key("truncate", "use_sft, use_dpo, a record longer than a row: "
         "truncate (keep its beginning) | drop | error", Fixes.CHAT, maxtext=OURS)
-    enable_data_shuffling: bool = key(True, "true: every epoch permutes the rows anew", Fixes.ORDER)
+    enable_data_shuffling: bool = key(True, "true: every epoch permutes all rows anew", Fixes.ORDER)
     data_shuffle_seed: int = key(0, "seed of the permutations (and of the synthetic data)", Fixes.ORDER, SEED)
     grain_worker_count: int = key(0,
         "processes that read rows; 0: threads of this one", NOTHING, FROM_ZERO, "processes", changes="")

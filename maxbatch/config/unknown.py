@@ -251,4 +251,4 @@ def _import(unknown: Sequence[Entry], file: str | None) -> str:
         return ""
     name, _ = min(whose.items(), key=lambda item: (-item[1], IMPORTED.index(item[0])))
     imported = "megatron" if name == "nemo" else name
-    return f"; a config of {FRAMEWORKS[name]} becomes one of ours by: maxbatch import {imported} {file}"
+    return f"; to convert a config of {FRAMEWORKS[name]}: maxbatch import {imported} {file}"

@@ -28,7 +28,7 @@ def import_function(spec: str) -> Callable[..., object]:
         raise ImportError(f"cannot import {place} ({type(error).__name__}: {error})") from error
     function: Callable[..., object] | None = getattr(module, name, None)
     if not callable(function):
-        problem = f"{name} is no function" if hasattr(module, name) else f"{place} has no {name}"
+        problem = f"{name} is not a function" if hasattr(module, name) else f"{place} has no {name}"
         names = [known for known, value in vars(module).items() if inspect.isfunction(value)]
         nearest = nearest_name(name, names)
         raise ImportError(problem + (f"; works: {place}:{nearest}" if nearest else ""))

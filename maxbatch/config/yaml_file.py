@@ -68,9 +68,9 @@ def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
     except yaml.MarkedYAMLError as error:
         said = ", ".join(filter(None, (error.context, error.problem)))
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise ConfigError(f"{shown_path(path)}{line}: is no valid YAML ({said})") from None
+        raise ConfigError(f"{shown_path(path)}{line}: is not valid YAML ({said})") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{shown_path(path)}: is no valid YAML ({getattr(error, 'reason', '')})") from None
+        raise ConfigError(f"{shown_path(path)}: is not valid YAML ({getattr(error, 'reason', '')})") from None
     except (ConfigError, TrainingError):
         raise
     except (OSError, ValueError) as error:

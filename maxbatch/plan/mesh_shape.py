@@ -185,7 +185,7 @@ def check_sampler_fits(config: PlanConfig, shape: MeshShape) -> None:
     elif config.model.base_num_query_heads % shape.sizes["tensor"]:
         heads = _dimension(config, _SPLIT["tensor"])
         name = _OF_SAMPLING["data" if config[_OF_SAMPLING["tensor"]] == -1 else "tensor"]
-        rule = f"the {shape.sizes['tensor']} devices that hold a copy of the weights between them must divide {heads}"
+        rule = f"the {shape.sizes['tensor']} devices that share a copy of the weights must divide {heads}"
         raise _sampling_refusal(config, name, rule, shape.sizes["tensor"], shape.num_devices, shape.num_slices)
 
 

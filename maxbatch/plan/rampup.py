@@ -206,7 +206,7 @@ class RampupBatchManager:
           ValueError: samples_seen is negative.
         """
         if samples_seen < 0:
-            raise ValueError(f"sample {samples_seen} lies before the stream, which starts at 0")
+            raise ValueError(f"sample {samples_seen} is before the start of the stream, 0")
         return bisect.bisect_right(self.split_stages, Fraction(samples_seen), key=lambda s: s.threshold) - 1
 
     def position_after(self, steps: int) -> int:
@@ -314,8 +314,7 @@ class RampupBatchManager:
 
     def _check_ahead(self, name: str, asked: int, first: int) -> None:
         if asked < first:
-            unknown = "and the steps there are unknown"
-            raise ValueError(f"{name} {asked} lies before the anchor {self.anchor}, {unknown}")
+            raise ValueError(f"{name} {asked} is before the anchor {self.anchor}; earlier steps are unknown")
 
     def _walk(self, step: int, sample: int) -> tuple[_Visit, ...]:
         visits = [_Visit(self.stage_at(sample), step, sample)]
@@ -352,7 +351,7 @@ def _learning_rate_scales(config: PlanConfig, stages: tuple[SplitStage, ...]) ->
         needed = math.floor((1 - exact(config[key])) * largest) + 1
         if reference < needed:
             times = f"{largest / reference:.3g} times reference_batch_size={reference}"
-            rule = f"adam_scaling=sde leaves nothing of it at a batch of {largest}, {times}"
+            rule = f"adam_scaling=sde lowers it to 0 or below at a batch of {largest}, {times}"
             has_reference = needed <= MOST_SAMPLES and not config.recipe.is_sampled
             works = {"reference_batch_size": needed} if has_reference else {"adam_scaling": "none"}
             raise Refusal(config, key, rule, works)

@@ -92,7 +92,7 @@ class RLBatch(NamedTuple):
     @property
     def warnings(self) -> tuple[str, ...]:
         """Warnings about values that are allowed but probably unintended."""
-        alone = "num_generations=1: a response that is alone in its group has the advantage 0, so nothing is learned"
+        alone = "num_generations=1: a single response has the advantage 0, so nothing is learned"
         return (alone,) if self.num_generations == 1 else ()
 
     @property
@@ -106,7 +106,7 @@ def _check_other_keys(config: PlanConfig, batch: int) -> None:
     length, prompt = config.length.max_target_length, config.prompts.max_prefill_predict_length
     group, updates = config.prompts.num_generations, _updates_per_batch(config.prompts)
     if batch % config.prompts.num_minibatches:
-        rule = f"must divide batch_size={batch}: every update trains on as many prompts"
+        rule = f"must divide batch_size={batch}: all updates train on equally many prompts"
         nearest = nearest_divisor(batch, config.prompts.num_minibatches) or 1
         raise Refusal(config, "num_minibatches", rule, {"num_minibatches": nearest})
     _check_filter(config, batch, updates)
@@ -154,10 +154,10 @@ def _check_filter(config: PlanConfig, batch: int, updates: int) -> None:
     if not prompts.filter_groups:
         return
     if prompts.num_generations == 1:
-        rule = "leaves out groups whose responses all have one reward, as a single response (num_generations=1) has"
+        rule = "replaces groups of equal rewards, and num_generations=1 gives no others"
         raise Refusal(config, "filter_groups", rule, {"num_generations": 8})
     if most is not None and most < batch:
-        rule = f"must be at least batch_size={batch}, the prompts that a batch is made of"
+        rule = f"must be at least batch_size={batch}, the prompts of a batch"
         raise Refusal(config, "max_prompts_per_batch", rule, {"max_prompts_per_batch": batch})
     for name in ("train_samples", "num_epochs"):
         if length[name] is not None:

@@ -54,7 +54,7 @@ class Seesaw(NamedTuple):
         slots = config.slots_per_sample
         first, factor = (counted(words[1], slots), amount(words[2])) if len(words) == 3 else (None, None)
         if not (_is_whole(first, 1) and _is_whole(factor, 2)):
-            rule = "must be seesaw, the first batch in samples or their tokens, and a whole factor of at least 2"
+            rule = "must be seesaw BATCH FACTOR: a first batch in samples or tokens, a whole factor of at least 2"
             works = _EXAMPLE
             if first and words[1].endswith("t") and _is_whole(factor, 2):
                 works = f"seesaw {max(1, round(first)) * slots}t {words[2]}"
@@ -64,9 +64,7 @@ class Seesaw(NamedTuple):
         if lowest * factor >= 1:
             share = "never falls" if lowest == 1 else f"falls to {lowest:g} of its peak"
             schedule = config.rates.learning_rate_schedule
-            rule = (
-                f"needs a rate that falls by another factor of {factor}, and learning_rate_schedule={schedule} {share}"
-            )
+            rule = f"needs a rate below 1/{factor} of its peak, and learning_rate_schedule={schedule} {share}"
             raise Refusal(config, _KEY, rule, _falling(config.rates, factor))
         if config.rates.learning_rate_scaling != "none":
             rule = "must be none beside a seesaw, which scales the rate itself"

@@ -114,7 +114,7 @@ def stated_batches(config: PlanConfig) -> Batches | None:
     if seesaw := Seesaw.if_stated(config):
         total = data_end(config, None)
         if total is None:
-            rule = "needs a length in samples or tokens, since its cuts are shares of it"
+            rule = "needs a length in samples or tokens, which its stages divide"
             works: dict[str, Value] = {"train_samples": 100_000}
             works |= {name: None for name in ("steps", "num_epochs") if config.length[name] is not None}
             raise Refusal(config, "batch_size_schedule", rule, works)
@@ -236,7 +236,7 @@ def check_epochs(config: PlanConfig, samples_per_epoch: int | None) -> None:
     """
     others = [name for name in ("steps", "train_samples", "train_tokens") if config.length[name] is not None]
     if others and config.length.num_epochs is not None and samples_per_epoch is None:
-        rule = f"must not be beside {stated(config, 'num_epochs')} where the samples of an epoch are unknown"
+        rule = f"must not be stated beside {stated(config, 'num_epochs')} if the samples of an epoch are unknown"
         raise Refusal(config, others[0], rule, {"num_epochs": None})
 
 

@@ -41,13 +41,13 @@ def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
     """
     whole = machine.num_slices if machine.num_slices > 1 else machine.num_hosts
     if whole == 1:
-        raise ConfigError(f"--survive {survive}: counts slices, or hosts where there is one slice, and this machine "
+        raise ConfigError(f"--survive {survive}: counts slices (hosts, if there is one slice), and this machine "
                           "has one of each; works: --slices 4, or --hosts 4")  # fmt: skip
     if survive >= whole:
         raise ConfigError(f"--survive {survive}: must be less than the {whole} {machine.unit}; "
                           f"works: --survive {whole - 1}")  # fmt: skip
     check_divides(f"--{machine.unit} ", whole, machine.num_devices)
     if machine.num_hosts % whole:
-        raise ConfigError(f"--survive {survive}: needs slices of as many hosts each, and {machine.num_hosts} hosts "
+        raise ConfigError(f"--survive {survive}: needs slices of equally many hosts, and {machine.num_hosts} hosts "
                           f"are not divisible by {whole} slices; works: --hosts {whole}")  # fmt: skip
     return [machine.without(lost) for lost in range(survive + 1)]

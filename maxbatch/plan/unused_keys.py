@@ -40,7 +40,7 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
         names = [key.name for key in RampConfig.declared()]
         if ramp := [name for name in names if config[name] != keys()[name].read(keys()[name].default)]:
             verb = "have" if len(ramp) > 1 else "has"
-            reason = f": {stated(config, *batches)} is stated instead, so there is no such ramp" if batches else (
+            reason = f": {stated(config, *batches)} replaces the ramp" if batches else (
                 " without enable_rampup_batch_size=true"
             )  # fmt: skip
             yield f"{stated(config, *ramp)} {verb} no effect{reason}"
@@ -78,9 +78,7 @@ def _stages_without_updates(config: PlanConfig, manager: RampupBatchManager) -> 
     reached = [stage for stage in manager.stages if total is None or stage.first_sample < total]
     if skipped := [index for index, stage in enumerate(reached) if stage.num_steps == 0]:
         plural, verb = ("s", "have") if len(skipped) > 1 else ("", "has")
-        said = (
-            f"stage{plural} {', '.join(map(str, skipped))} of the ramp {verb} no update, since earlier ones pass them"
-        )
+        said = f"stage{plural} {', '.join(map(str, skipped))} of the ramp {verb} no update: earlier updates pass them"
         works = ""
         if config.ramp.enable_rampup_batch_size:
             batches = [stage.global_batch_size for stage in manager.stages]

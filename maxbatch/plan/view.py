@@ -33,17 +33,17 @@ _NUMBERS = """
 machine
   num_devices                    N: devices
   num_hosts                      H: hosts
-  batch_shards                   parts that every micro-batch is split into
+  batch_shards                   parts of every micro-batch
 batch
-  per_device_batch_size          p: rows of a device in one pass
+  per_device_batch_size          p: rows per device in one pass
   micro_batch_size_to_train_on   p x N: samples in one pass
   gradient_accumulation_steps    g: micro-batches per update
   global_batch_size_to_train_on  p x N x g: samples per update
-  num_replicas                   groups of devices that each take part of the batch
+  num_replicas                   groups of devices, each with its part of the batch
   per_replica_batch_size         samples of a replica per update
-  tokens_per_step                tokens that an update has room for
+  tokens_per_step                token slots of an update
   padded_slots_per_step          rows of padding per update (batch_padding)
-  padded_share                   share of an update's computation that they waste
+  padded_share                   their share of an update's computation
 pairs of prompt and response
   batch_size                     prompts per batch
   num_generations                G: responses per prompt
@@ -57,36 +57,36 @@ pairs of prompt and response
   minibatch_size                 prompts per update
   updates_per_batch              num_minibatches x num_iterations
   max_prompts_per_batch          most prompts read for a batch (filter_groups)
-  off_policy_steps               s: batch k is sampled by the policy that k - s batches made
+  off_policy_steps               s: batch k is sampled by the policy after k - s batches
   num_trainer_devices            devices that train
   num_sampler_devices            devices that sample
-  rollout_data_parallelism       parts that the responses of a chunk are split into
-  rollout_tensor_parallelism     devices that split heads, MLP and vocabulary of the sampler's weights
+  rollout_data_parallelism       parts of the responses of a chunk
+  rollout_tensor_parallelism     devices per copy of the sampler's weights
 experts
   expert_group_size              devices that share the experts
-  experts_per_device             experts of each layer that a device holds
+  experts_per_device             experts per layer on a device
   expert_bytes_per_device        bytes of their weights in a device's state
   rows_per_expert_group          rows of a group in one pass
-  choices_per_expert             tokens of these rows that an expert gets if all get as many
+  choices_per_expert             tokens per expert of these rows, if all get equally many
 loading
-  expansion_factor_real_data     e: with 2 every second host reads, for two; -1 is 1
-  num_loading_hosts              hosts that read the source
+  expansion_factor_real_data     e: one host in e loads; -1: every host
+  num_loading_hosts              hosts that load data
   samples_per_host               samples per update / H
-  rows_per_loading_host          rows that a loading host reads per update
+  rows_per_loading_host          rows per loading host and update
   global_batch_size_to_load      batch x e for e > 1: MaxText's nominal figure, no array has that size
 pipeline
   num_pipeline_stages            S: groups of layers
   num_pipeline_microbatches      parts of a micro-batch
   pipeline_microbatch_size       samples of a part
-  num_pipeline_repeats           groups of layers that each stage holds
+  num_pipeline_repeats           groups of layers per stage
   pipeline_bubble                (S - 1) / (parts x repeats + S - 1): share of the time that a stage waits
 eval
-  eval_per_device_batch_size     rows of a device in one eval pass
+  eval_per_device_batch_size     rows per device in one eval pass
   eval_batch_size                samples in one eval pass
 run
   total_steps                    updates
   total_samples                  samples
-  total_tokens                   tokens that its samples have room for
+  total_tokens                   token slots of these samples
   samples_per_epoch              samples in one pass over the data
   steps_per_epoch                updates for one pass over the data, rounded up
   epochs                         passes over the data

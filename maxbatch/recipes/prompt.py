@@ -36,7 +36,7 @@ class PromptRecipe(TrainedRecipe):
     def check(self, values: Mapping[str, Value], fault: Callable[..., ConfigError]) -> None:
         if values["warm_start_steps"] and not values["enable_checkpointing"]:
             steps = values["warm_start_steps"]
-            rule = f"true beside warm_start_steps={steps}, whose parameters a checkpoint carries over"
+            rule = f"true beside warm_start_steps={steps}, whose parameters the run keeps in a checkpoint"
             raise fault("enable_checkpointing", rule, "true")
         for name, (rule, works) in _REFUSED.items():
             if values[name]:
@@ -49,7 +49,7 @@ class PromptRecipe(TrainedRecipe):
 
 def _check_experts(values: Mapping[str, Value], fault: Callable[..., ConfigError]) -> None:
     if float(str(values["capacity_factor"])) > 0:
-        rule = "-1 beside batch_size: the capacity follows from the tokens of a whole row, which sampling does not know"
+        rule = "-1 beside batch_size: the capacity counts a whole row, and sampling does not know its length"
         raise fault("capacity_factor", rule, -1)
     for name in _ROUTER_LOSSES:
         if values[name]:

@@ -71,19 +71,19 @@ class Metric(StrEnum):
     GRADIENT_NOISE_SCALE = (
         "gradient_noise_scale", "real or null", "samples", "Running estimate, with `gradient_noise_scale`.", _SOME)
     CRITICAL_BATCH_ESTIMATE = (
-        "critical_batch_estimate", "whole or null", "samples", "That estimate, rounded, at least 1.", _SOME)
+        "critical_batch_estimate", "whole or null", "samples", "`gradient_noise_scale`, rounded, at least 1.", _SOME)
     LOAD_BALANCE_LOSS = (
-        "load_balance_loss", "real", "", "Balance loss of the experts, without its weight; 1 where all is even.", _SOME)
+        "load_balance_loss", "real", "", "Balance loss of the experts, without its weight; 1 for even loads.", _SOME)
     ROUTER_Z_LOSS = "router_z_loss", "real", "", "Mean squared log-sum-exp of the router, without its weight.", _SOME
     EXPERT_LOAD_MAX = (
         "expert_load_max", "real", "", "Largest count of an expert over the mean count, of the worst layer.", _SOME)
     EXPERT_CHOICES = (
         "expert_choices", "map", "choices",
-        "Choices that each expert got, by its number, over all layers; in every `log_period`-th line.", _SOME)
+        "Choices of each expert, by its number, over all layers; in every `log_period`-th line.", _SOME)
     DROPPED_TOKENS = (
         "dropped_tokens", "whole", "choices", "Choices of experts beyond `capacity_factor`, over all layers.", _SOME)
     ROUTING_FINGERPRINT = (
-        "routing_fingerprint", "text", "", "Hash of which experts the tokens went to, whatever the layout.", _SOME)
+        "routing_fingerprint", "text", "", "Hash of the experts of every token, independent of the layout.", _SOME)
     MARGIN = (
         "margin", "real or null", "nats", "Mean over the pairs: `dpo_beta` × the difference of log-ratios, or the log "
         "odds ratio of `dpo_algo: orpo`.", _SOME_OF_TRAIN)
@@ -95,7 +95,7 @@ class Metric(StrEnum):
         "eval_loss", "real or null", "nats per token", "Token-weighted mean loss on the held-out data.", _SOME_OF_TRAIN)
     EVAL_LOSS_AVERAGED = (
         "eval_loss_averaged", "real or null", "nats per token",
-        "That of the average of the parameters, with `parameter_average_half_life`.", _SOME_OF_TRAIN)
+        "Eval loss of the average of the parameters, with `parameter_average_half_life`.", _SOME_OF_TRAIN)
     EVAL_TASK = (
         "eval_task/{task}", "real or null", "",
         "Score of a task of `eval_tasks`, such as `eval_task/hellaswag/acc`; a filter's name follows after a comma.",
@@ -118,14 +118,14 @@ class Metric(StrEnum):
     CLIP_FRACTION = "clip_fraction", "real or null", "share", "Share of the tokens whose ratio was clipped.", _RL
     OLD_POLICY_KL = "old_policy_kl", "real or null", "nats per token", "Divergence from the policy that sampled.", _RL
     BUSY_FRACTION = (
-        "busy_fraction/{side}", "real", "share", "Share of the time that `sampling`, `trainer`, `both` had work.", _RL)
+        "busy_fraction/{side}", "real", "share", "Share of the time that `sampling`, `trainer`, `both` were busy.", _RL)
     EVAL_GREEDY_PASS_AT_1 = (
         "eval_greedy_pass_at_1", "real", "share", "Share of the held-out prompts answered greedily that pass.",
         _SOME_OF_RL)
     EVAL_PASS_AT_1 = "eval_pass_at_1", "real", "share", "Share of the sampled responses that pass.", _SOME_OF_RL
     EVAL_REWARD = "eval_reward", "real", "", "Mean reward of the sampled responses to held-out prompts.", _SOME_OF_RL
     EVAL_PASS_AT_K = (
-        "eval_pass_at_{k}", "real", "share", "Share of the prompts of which one of k responses passes.", _SOME_OF_RL)
+        "eval_pass_at_{k}", "real", "share", "Share of the prompts with a response that passes, of k.", _SOME_OF_RL)
     BEFORE_TRAINING = (
         "first_{eval_metric}", "real", "share", "An eval before the first update; in the first line.", _SOME_OF_RL)
     # fmt: on

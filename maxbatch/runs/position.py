@@ -169,7 +169,7 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
             raise DamagedError("its JSON does not match its checksum")
         record = CheckpointRecord.from_json(saved)
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise DamagedError("its JSON is not that of a checkpoint") from None
+        raise DamagedError("its JSON is not a checkpoint's") from None
     step = record.position.step
     is_in_run = checkpoint.parent.name == "checkpoints" and _is_step(checkpoint.name)
     if is_in_run and step != int(checkpoint.name):
@@ -177,7 +177,9 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     if own is None and is_in_run:
         recorded = samples_seen_at(checkpoint.parent.parent, step)
         if recorded and record.position.samples_seen not in recorded:
-            raise DamagedError(f"metrics.jsonl says samples_seen {recorded[0]}, it says {record.position.samples_seen}")
+            raise DamagedError(
+                f"metrics.jsonl states samples_seen {recorded[0]}, it states {record.position.samples_seen}"
+            )
     return record
 
 

@@ -112,7 +112,7 @@ def read_json(
     if not _is_within(value, most_depth):
         raise RefusedContent(too_deep(what, most_depth))
     if _counter(content)("\\u") and not _is_text(value):
-        raise RefusedContent(f"{what}: a text in it has half of a surrogate pair, which is no character")
+        raise RefusedContent(f"{what}: a text in it has half of a surrogate pair, which is not a character")
     return value
 
 
@@ -144,7 +144,7 @@ def too_deep(what: str, most_depth: int) -> str:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number of JSON")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite(text: str) -> float:

@@ -61,7 +61,7 @@ def _expanded(node: yaml.Node, what: str, sizes: dict[int, int | None]) -> int:
     if id(node) in sizes:
         size = sizes[id(node)]
         if size is None:
-            raise RefusedContent(f"{what}: an alias refers to a value that holds it, so that it never ends")
+            raise RefusedContent(f"{what}: an alias refers to a value that holds it, so it never ends")
         return size
     sizes[id(node)] = None
     size = 1 + sum(_expanded(child, what, sizes) for child in _children(node))

@@ -196,7 +196,7 @@ def missing_folder(path: AnyPath) -> str | None:
     if path.is_dir():
         return None
     seen_from = "" if isinstance(path, RemotePath) else f" (seen from {os.getcwd()})"
-    return "is no folder" if path.exists() else f"no such folder{seen_from}"
+    return "is not a folder" if path.exists() else f"no such folder{seen_from}"
 
 
 def open_whole(path: AnyPath) -> BinaryIO:

@@ -156,7 +156,7 @@ def module_maker(model: ModelMaker, name: str) -> ModelMaker:
             raise ConfigError(f"model: {name} returned {type(made).__name__}; it must be a flax.nnx.Module")
         leaves = jax.tree.leaves_with_path(nnx.state(made, nnx.Param))
         if not leaves:
-            raise ConfigError(f"model: {name} has no nnx.Param, so that there is nothing to train")
+            raise ConfigError(f"model: {name} has no nnx.Param, so there is nothing to train")
         for path, leaf in leaves:
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 where = jax.tree_util.keystr(path)
@@ -247,7 +247,7 @@ class _RoutedModel:
     def routing(self) -> RoutingSums:
         """The sums of all calls."""
         if self._routing is None:
-            raise ConfigError("objective: never called the model, whose experts are to be counted")
+            raise ConfigError("objective: never called the model, so its experts cannot be counted")
         return self._routing
 
 

@@ -159,7 +159,7 @@ def _open_tasks(stated: EvaluationConfig, parts: Parts) -> Tasks | None:
         return None
     if parts.model or parts.stream:
         raise ConfigError(
-            f"eval_tasks={shown(stated.eval_tasks)}: asks the config's own model in its tokenizer's words, and "
+            f"eval_tasks={shown(stated.eval_tasks)}: scores the config's own model with its tokenizer, and "
             'train() was given a model or a stream; works: eval_tasks=""'
         )
     names = [name for name in stated.eval_tasks.split(",") if name]

@@ -199,7 +199,7 @@ def test_a_trainer_that_does_not_train_cannot_be_audited() -> None:
         (SOUND, "nowhere.py:make", "nowhere.py:make: cannot import nowhere.py (FileNotFoundError"),
         (SOUND, "trainer.py:mak", "trainer.py:mak: trainer.py has no mak; works: trainer.py:mak"),
         ("1 / 0", "trainer.py:make", "trainer.py:make: cannot import trainer.py (ZeroDivisionError: division by zero)"),
-        ("make = 3", "trainer.py:make", "trainer.py:make: make is no function"),
+        ("make = 3", "trainer.py:make", "trainer.py:make: make is not a function"),
         ("def make(layout):\n  return 3", "trainer.py:make", "make: must return an object with init(), step() and"),
         ("def make():\n  return 3", "trainer.py:make", "whole on one device, cannot be trained on (TypeError"),
         ("import sys\ndef make(x):\n  sys.exit(3)", "trainer.py:make", "trained on (SystemExit: 3, trainer.py:3)"),

@@ -143,7 +143,7 @@ def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     assert main(["train", *TINY_RUN, *RAMP, f"compiled_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is no executable for these devices" in line
+    assert "is not an executable for these devices" in line
     assert not Path("code-ran").exists()
     pickle.loads(pickled)
     assert Path("code-ran").exists(), "unpickled, it would have run"

@@ -74,7 +74,7 @@ def test_epochs_beside_another_length_are_compared_or_refused(
 ) -> None:
     (tmp_path / "a.txt").write_text("text")
     data = ("dataset_type=text", f"dataset_path={tmp_path / 'a.txt'}", "num_epochs=3")
-    rule = "must not be beside num_epochs=3 where the samples of an epoch are unknown"
+    rule = "must not be stated beside num_epochs=3 if the samples of an epoch are unknown"
     assert error_line(capsys, *data, length) == f"{length}: {rule}; works: num_epochs=null"
     assert "must agree with num_epochs=3" in error_line(capsys, *data, length, "--samples-per-epoch", "100")
     assert main(["plan", *data, "steps=18", "--samples-per-epoch", "96"]) == 0

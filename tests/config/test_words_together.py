@@ -188,7 +188,7 @@ def test_words_that_contradict_each_other_have_no_works(line: str) -> None:
     ("line", "said"),
     [
         ("zero_optimization.stage=3", "ici_fsdp_parallelism"),
-        ("zero_optimization.offload_optimizer.device=cpu", "moments stay on the devices"),
+        ("zero_optimization.offload_optimizer.device=cpu", "moments stay on devices"),
         ("bf16.enabled=true", "dtype=bfloat16 weight_dtype=float32"),
         ("activation_checkpoint.mode=selective", "selective is minimal"),
         ("compile.enable=true", "every step is compiled"),
@@ -233,4 +233,4 @@ def test_a_sum_of_losses_has_a_formula_where_the_tokens_of_a_rank_are_unknown(
 ) -> None:
     assert main(["plan", "reduction=sum", "opt_type=sgd", unknown]) == 2
     said = capsys.readouterr().err
-    assert "learning_rate x tokens of an update / ranks" in said and "works" not in said
+    assert "learning_rate x tokens per update / ranks" in said and "works" not in said

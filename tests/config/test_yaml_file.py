@@ -17,10 +17,10 @@ from tests.helpers.configs import error_of, write
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("a: [1, 2", "is no valid YAML"),
-        ("a: b: c", "is no valid YAML"),
-        ("steps: 3\n\tlog_period: 3", "is no valid YAML"),
-        ("a: 1\n---\nb: 2\n", "is no valid YAML"),
+        ("a: [1, 2", "is not valid YAML"),
+        ("a: b: c", "is not valid YAML"),
+        ("steps: 3\n\tlog_period: 3", "is not valid YAML"),
+        ("a: 1\n---\nb: 2\n", "is not valid YAML"),
         ("- steps\n- 3\n", "must be lines of `key: value`"),
         ("just words\n", "must be lines of `key: value`"),
         ("? [a, b]\n: 3\n", "must be lines of `key: value`"),
@@ -37,7 +37,7 @@ from tests.helpers.configs import error_of, write
         ("steps: many\n", ":1: steps=many: must be a whole number"),
         ("base_config: nowhere.yml\n", "nowhere.yml: does not exist"),
         ("a: &x [*x]\n", "never ends"),
-        ("a: *nothing\n", "is no valid YAML"),
+        ("a: *nothing\n", "is not valid YAML"),
         ("[" * 5000, "nested more than 100 deep"),
     ],
 )

@@ -118,7 +118,7 @@ def test_parameters_and_flops_are_those_of_its_widths() -> None:
     [
         (("attention_output_dim=-1",), "attention_output_dim=-1: must be a width other than base_emb_dim=32 beside"),
         (("attention_output_dim=32",), "attention_output_dim=32: must be a width other than base_emb_dim=32 beside"),
-        (("decoder_block=qwen3_moe",), r"whose form does not have it \(that of qwen3_custom_moe has it\)"),
+        (("decoder_block=qwen3_moe",), r"which lacks it \(only in qwen3_custom_moe\)"),
     ],
 )
 def test_a_width_without_a_projection_is_refused(keys: tuple[str, ...], message: str) -> None:

@@ -145,7 +145,7 @@ def test_the_devices_that_sample_are_copies_of_the_weights_times_the_devices_of_
                                             "rollout_tensor_parallelism=[24]$"),
         (1, "rollout_data_parallelism=4 rollout_tensor_parallelism=4", "rollout_data_parallelism=4: x "
          "rollout_tensor_parallelism=4 must be the 8 .*; works: rollout_data_parallelism=2$"),
-        (1, "rollout_data_parallelism=1", "the 8 devices that hold a copy .* must divide base_num_query_heads=4; "
+        (1, "rollout_data_parallelism=1", "the 8 devices that share a copy .* must divide base_num_query_heads=4; "
                                           "works: rollout_data_parallelism=2$"),
         (2, "rollout_tensor_parallelism=8 dcn_data_parallelism=-1", "a copy of the weights within a slice of 4; "
                                                                     "works: rollout_tensor_parallelism=4$"),

@@ -191,7 +191,7 @@ def test_megatrons_rule_by_hand() -> None:
     assert [manager.position_after(k) for k in range(6)] == positions
     assert [manager.batch_size_at(s) for s in positions] == [24, 24, 48, 72, 96, 96]
     assert [manager.stage_at(s) for s in (33, 34, 66, 67, 99, 100)] == [0, 1, 1, 2, 2, 3]
-    with pytest.raises(ValueError, match="starts at 0"):
+    with pytest.raises(ValueError, match="before the start of the stream, 0"):
         manager.batch_size_at(-1)
 
 

@@ -126,7 +126,7 @@ def test_a_resume_lists_no_stage_behind_it_whose_updates_are_unknown() -> None:
         ),
         (
             ("batch_size_schedule=seesaw 64 3", "learning_rate_final_fraction=0.4"),
-            "falls by another factor of 3, .*=cosine falls to 0.4 of its peak; works: learning_rate_final_fraction=0",
+            "below 1/3 of its peak, .*=cosine falls to 0.4 of its peak; works: learning_rate_final_fraction=0",
         ),
         (
             ("batch_size_schedule=seesaw 64 2", "learning_rate_final_fraction=1", "learning_rate_schedule=constant"),

@@ -27,7 +27,7 @@ def warnings_of(overrides: list[str], devices: int = 1, path: str | None = None,
         (["per_device_batch_size_start=8"], "per_device_batch_size_start=8 has no effect without enable_rampup"),
         (
             ["per_device_batch_size_start=8", "global_batch_size=64"],
-            "per_device_batch_size_start=8 has no effect: global_batch_size=64 is stated instead, so there is no such",
+            "per_device_batch_size_start=8 has no effect: global_batch_size=64 replaces the",
         ),
         (
             ["per_device_batch_size_start=8", "global_rampup_samples=1K"],
@@ -85,7 +85,7 @@ def test_plan_compares_a_factor_below_one_with_the_checkpoint_in_run_dir(
 def test_a_batch_over_the_ramp_of_a_file_says_that_there_is_no_ramp() -> None:
     ramp = write(Path("ramp.yml"), "enable_rampup_batch_size: true\nper_device_batch_size_increment: 4\n")
     (warning,) = warnings_of(["global_batch_size=64"], path=ramp)
-    assert "global_batch_size=64 is stated instead" in warning and "enable_rampup" not in warning
+    assert "global_batch_size=64 replaces the ramp" in warning and "enable_rampup" not in warning
 
 
 @pytest.mark.parametrize(
@@ -96,7 +96,7 @@ def test_a_batch_over_a_files_ramp_of_default_keys_is_warned_about(
 ) -> None:
     ramp = str(write(Path("default_ramp.yml"), "enable_rampup_batch_size: true\n"))
     assert main(["plan", ramp, batch, "--devices", "4"]) == 0
-    said = f"warning: enable_rampup_batch_size=true has no effect: {batch} is stated instead, so there is no ramp\n"
+    said = f"warning: enable_rampup_batch_size=true has no effect: {batch} replaces the ramp\n"
     assert said in capsys.readouterr().err
     for fine in ([batch], [ramp], [ramp, "per_device_batch_size=10"]):
         assert main(["plan", *fine, "--devices", "4"]) == 0

@@ -224,7 +224,7 @@ def test_a_batch_of_512_takes_no_time() -> None:
         ("no_such:f", "cannot import no_such (ModuleNotFoundError: No module named 'no_such')"),
         ("no_such.py:f", "cannot import no_such.py (FileNotFoundError:"),
         ("functions:obey", "functions has no obey; works: functions:obeys"),
-        ("functions:NUMBER", "NUMBER is no function"),
+        ("functions:NUMBER", "NUMBER is not a function"),
         ("functions:takes_two", "takes_two must take (prompt, response, record) (too many positional"),
         ("dies_early:f", "the process ended with exit code 5"),
     ],

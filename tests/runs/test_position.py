@@ -110,7 +110,7 @@ def test_without_a_checksum_it_must_agree_with_the_metrics_of_its_step(tmp_path:
     write_metrics(tmp_path, 40)
     assert read_record(tmp_path / "checkpoints" / "4") == RECORD
     write_metrics(tmp_path, 50)
-    with pytest.raises(DamagedError, match="says samples_seen 50, it says 40"):
+    with pytest.raises(DamagedError, match="states samples_seen 50, it states 40"):
         read_record(tmp_path / "checkpoints" / "4")
     write_metrics(tmp_path, 50, 40)  # one of two lines of a step is a hole, and says nothing
     assert read_record(tmp_path / "checkpoints" / "4") == RECORD

@@ -59,8 +59,8 @@ def test_only_what_changed_is_told(run_dir: Path) -> None:
     assert told == ["learning_rate: 0.01 before, 0.001 now: changes the learning rate"]
     kept = lines(run_dir, "learning_rate=1e-3", "global_batch_size=16", devices=1)
     assert kept == [
-        "gradient_accumulation_steps: 1 before, null now: changes the cut of the batch alone",
-        "global_batch_size: null before, 16 now: changes the cut of the batch alone",
+        "gradient_accumulation_steps: 1 before, null now: changes only the micro-batches",
+        "global_batch_size: null before, 16 now: changes only the micro-batches",
     ]
 
 

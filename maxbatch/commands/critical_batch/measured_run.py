@@ -46,7 +46,7 @@ class MeasuredRun:
         config, records = load_config(str(path / "config.yml")), read_metrics(path)
         if config.recipe.is_sampled:
             raise ConfigError(
-                f"{path}: a run of maxbatch rl, whose batch is of prompts; only runs of maxbatch train are measured"
+                f"{path}: a run of maxbatch rl, whose batch counts prompts; only runs of maxbatch train are measured"
             )
         if not records:
             raise ConfigError(f"{path}: this run has made no update yet; train it first")

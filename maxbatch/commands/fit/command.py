@@ -198,7 +198,7 @@ def _check_writable(path: Path) -> None:
         compose(path)
     elif not path.parent.is_dir():
         raise ConfigError(
-            f"--write {shown_path(path)}: {shown_path(path.parent)} is no folder; works: --write {path.name}"
+            f"--write {shown_path(path)}: {shown_path(path.parent)} is not a folder; works: --write {path.name}"
         )
     if not os.access(changed, os.W_OK):
         raise ConfigError(f"--write {shown_path(path)}: cannot be written (Permission denied)")

@@ -103,8 +103,8 @@ def _targets(t: Translation, word: str) -> None:
 
 def _ramp(t: Translation, _: str) -> None:
     g = t.number("gradient_accumulation_steps") or 1
-    code = f"; its code leaves out the {g:g} accumulation steps while it ramps" if g > 1 else ""
-    why = f"stage i begins at i x samples_per_increment; its code restarts the count at every stage{code}"
+    code = f"; MaxText leaves out the {g:g} accumulation steps during its ramp" if g > 1 else ""
+    why = f"stage i begins at i x samples_per_increment; MaxText restarts the count at every stage{code}"
     t.map("enable_rampup_batch_size", why, enable_rampup_batch_size="true")
     for word, default in _RAMP.items():
         text = t.text(word, default)

@@ -47,7 +47,7 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         line = run.arguments
         if len(files := [word for word in line if is_config_file(word)]) > 1:
             both = " and ".join(map(shown, files[:2]))
-            raise ConfigError(f"{shown_path(path)}: a command has the words of {both}, and one config comes out")
+            raise ConfigError(f"{shown_path(path)}: a command has the words of {both}, and an import makes one config")
         own = settings_of([word.lstrip("-") if "=" in word else word for word in line], shown_path(path))
         own = {name: _as_list(name, value) for name, value in own.items() if name not in ("m", "c")}
         named = config_file_of(line)

@@ -91,7 +91,7 @@ def _files(t: Translation, _: str) -> None:
             kind = "jsonl" if "json" in t.text(named) else "parquet"
             t.map(named, **{"dataset_type": kind, key: t.text(named)})
             for other in (word, split):
-                t.ignore(other, f"{named} says the files")
+                t.ignore(other, f"{named} names the files")
             continue
         path = "/".join(filter(None, (source, subset, f"{t.text(split)}*.parquet")))
         settings = {"dataset_type": "parquet", key: path}

@@ -201,7 +201,7 @@ def _data(t: Translation, word: str) -> None:
             t.refuse(word, "one prefix, or a weight before each", is_essential=True)
             return
         path = ";".join(f"{name},{weight}" for name, weight in zip(items[1::2], weights, strict=True))
-    why = "read in place; documents are cut into rows before they are shuffled, so rows are other ones"
+    why = "read in place; documents are cut into rows before shuffling, so the rows differ"
     t.map(word, why, dataset_path=path, dataset_type="megatron")
 
 

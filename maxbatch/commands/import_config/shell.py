@@ -98,7 +98,7 @@ def read_command(path: Path, number: int | None = None) -> Command:
         texts = (shown(" ".join([*one.start, *one.arguments])) for one in commands[:8])
         named = "; ".join(f"{i}: {text}" for i, text in enumerate(texts, 1))
         rest = f"; and {len(commands) - 8} more" if len(commands) > 8 else ""
-        rule = f"{len(commands)} commands train, and one config comes out"
+        rule = f"{len(commands)} commands train, and an import makes one config"
         raise ConfigError(f"{shown_path(path)}: {rule} ({named}{rest}); works: --command 1")
     return found[(number or 1) - 1]
 

@@ -26,12 +26,12 @@ def length(t: Translation, epochs: str) -> None:
     if steps_of(t) is not None:
         t.map("max_steps", steps=t.text("max_steps"))
         if epochs in t:
-            t.ignore(epochs, "max_steps is the length")
+            t.ignore(epochs, "max_steps sets the length")
         else:
             t.drop(epochs)
         return
     if "max_steps" in t:
-        t.ignore("max_steps", "the epochs are the length")
+        t.ignore("max_steps", "the epochs set the length")
     t.map(epochs, num_epochs=t.text(epochs))
 
 

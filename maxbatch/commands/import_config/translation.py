@@ -237,7 +237,7 @@ class Translation:
         if is_ours and (row is None or row.word != word or row.here[0] == "!"):
             self.map(word, **{word: value})
         elif row is None:
-            why = "not in the table of words; maxbatch config lists what there is"
+            why = "not in the table of words; maxbatch config lists the keys"
             self._lack(word, why, _may_state_run(name) or states_training(word))
         elif row.is_same:
             self._map_same(word, row.keys[0], value)
@@ -255,7 +255,7 @@ class Translation:
         """Maps a word to a key, unless another word set that key differently."""
         other = self._words.get(key, word)
         if other != word and other in self._stated and not _is_equal(key, value, self.settings[key]):
-            why = f"{self._written.get(other, other)} says {key}={shown(self.settings[key], 40)}"
+            why = f"{self._written.get(other, other)} states {key}={shown(self.settings[key], 40)}"
             self.refuse(word, why, is_essential=_states_run(key))
         elif key == "tokenizer_path" and "tokenizer_type" not in self.settings:
             kind = "sentencepiece" if value.endswith(".model") else "huggingface"

@@ -35,7 +35,7 @@ PANELS = (
     Panel("Margin of the chosen answers", "mean over the pairs (nats)", ((M.MARGIN, "line"),)),
     Panel("Pairs whose margin is above 0", "share of the pairs", ((M.PAIR_ACCURACY, "line"),)),
     Panel("Load of the fullest expert", "times the mean, worst layer", ((M.EXPERT_LOAD_MAX, "line"),)),
-    Panel("Balance loss", "1 where all is even", ((M.LOAD_BALANCE_LOSS, "line"),)),
+    Panel("Balance loss", "1 for even loads", ((M.LOAD_BALANCE_LOSS, "line"),)),
     Panel("Choices beyond capacity", "choices", ((M.DROPPED_TOKENS, "line"),)),
     # Of reinforcement learning.
     Panel("Reward", "mean of a batch", ((M.REWARD, "line"),)),

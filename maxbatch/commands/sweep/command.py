@@ -153,9 +153,7 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
     console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
     best = results[0]
     if best.status != Status.DONE:
-        raise TrainingError(
-            f"none of the {len(results)} trials came to its end; trial {best.trial.number}: {best.reason}"
-        )
+        raise TrainingError(f"none of the {len(results)} trials finished; trial {best.trial.number}: {best.reason}")
     words = ["maxbatch", "train", str(folder.base), *best.trial.stated, "run_dir=runs/best"]
     page = Page(f"maxbatch sweep: {folder.path.name}")
     add_sweep(page, folder.to_dict())

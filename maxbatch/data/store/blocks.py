@@ -177,7 +177,7 @@ class Blocks:
         path = self._folder / BLOCKS
         hashes = np.frombuffer(path.read_bytes(), np.uint8)
         if len(hashes) != self.num_bytes:
-            raise damaged_file(path, f"it has {len(hashes)} bytes, and {self.num_bytes} hold its hashes")
+            raise damaged_file(path, f"it has {len(hashes)} bytes, and its hashes need {self.num_bytes}")
         return hashes.view(_HASH)
 
 

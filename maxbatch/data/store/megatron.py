@@ -268,7 +268,7 @@ def _listed(where: str, path: AnyPath) -> SourceFile:
     except OSError as error:
         raise ConfigError(f"{where}: dataset_type=megatron needs {path}: {typed_reason(error)}") from error
     if file is None:
-        raise ConfigError(f"{where}: dataset_type=megatron needs {path}, which is no file")
+        raise ConfigError(f"{where}: dataset_type=megatron needs {path}, which is not a file")
     return file
 
 
@@ -280,7 +280,9 @@ def _layout(header: bytes, size: int, damaged: Callable[[str], ConfigError]) -> 
     if version != 1:
         raise damaged(f"it has version {version}, and 1 is read")
     if code not in _DTYPES:
-        problem = f"{_FLOATS[code]} numbers, no token ids" if code in _FLOATS else f"values of an unknown type ({code})"
+        problem = (
+            f"{_FLOATS[code]} numbers, not token ids" if code in _FLOATS else f"values of an unknown type ({code})"
+        )
         raise damaged(f"it states {problem}")
     layout = _ArraySizes(_DTYPES[code], num_sequences, num_marks - 1)
     if not num_marks or max(num_sequences, num_marks) > _MOST_SEQUENCES:

@@ -133,7 +133,7 @@ class CheckedIds:
         ids = self._tokens[places]
         least, most = int(ids.min(initial=0)), int(ids.max(initial=0))
         if least < 0 or most >= 1 << 31:
-            raise ConfigError(f"{self._where}: holds {least if least < 0 else most}, which is no token id")
+            raise ConfigError(f"{self._where}: holds {least if least < 0 else most}, which is not a token id")
         if most >= self._vocab_size:
             rule = f"{self._where} holds the token id {most}, beyond the embedding"
             raise ConfigError(f"vocab_size={self._vocab_size}: {rule}; works: vocab_size={most + 1} or more")

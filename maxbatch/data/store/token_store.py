@@ -381,5 +381,5 @@ def load_folder(folder: AnyPath) -> TokenStore:
         offsets = np.zeros(0)
     has_type = offsets.dtype == np.int64 and offsets.shape == (manifest["documents"] + 1,)
     if not has_type or offsets[-1] != manifest["tokens"]:
-        raise damaged_file(folder / OFFSETS, "it is no table of the store's documents")
+        raise damaged_file(folder / OFFSETS, "it is not a table of the store's documents")
     return store

@@ -185,7 +185,7 @@ def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]
     try:
         root = compose_text(text, where, Path("dataset_path"))
     except yaml.YAMLError:
-        raise ConfigError(f"{where}: is no mapping of positions to mixtures; {works}") from None
+        raise ConfigError(f"{where}: is not a mapping of positions to mixtures; {works}") from None
     assert root is not None, "begins with a brace"
     stages: list[tuple[int, dict[str, Fraction]]] = []
     for position, node, _ in pairs(Path("dataset_path"), root):

@@ -209,4 +209,4 @@ class SavedPrograms:
             return load_executable(content, lower(), self._mesh)
         except jax.errors.JaxRuntimeError as error:
             reason = shown(" ".join(str(error).split()))
-            raise ConfigError(f"{path}: is no executable for these devices ({reason}); compile again") from error
+            raise ConfigError(f"{path}: is not an executable for these devices ({reason}); compile again") from error

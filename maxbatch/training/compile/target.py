@@ -113,7 +113,7 @@ def here() -> Target:
         source = "the host's memory, shared by its CPU devices, since a CPU has no memory of its own"
     else:
         stats = devices[0].memory_stats() or {}
-        memory, source = stats.get("bytes_limit"), "what JAX may allocate of the device"
+        memory, source = stats.get("bytes_limit"), "the device's memory that JAX may allocate"
         if memory is None and chip is not None:
             memory, source = chip.hbm_bytes, _BY_COMPILER
     return Target(f"this machine's {len(devices)} x {kind}", devices, chip, memory, source)

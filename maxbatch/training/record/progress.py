@@ -20,7 +20,7 @@ _LONGEST_PAUSE = 10  # times `LINE_S`
 _SLOW_COMPILE_S = 100.0  # XLA writes its "Very slow compile?" to standard error after 120 s
 _OF_SLOW_COMPILE = (
     "a large program takes minutes to compile (`maxbatch compile` does it ahead of time); "
-    'XLA\'s "Very slow compile?", which may follow, is no error'
+    'XLA\'s "Very slow compile?", which may follow, is not an error'
 )
 
 

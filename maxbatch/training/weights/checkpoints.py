@@ -253,7 +253,7 @@ class Checkpoints:
 
         self._warn(
             f"checkpoint {step} cannot be read ({damage}); moved to {broadcast(move)}, "
-            f"training goes on from step {resumed}"
+            f"training continues from step {resumed}"
         )
 
     def save(self, state: TrainState, position: Position, ahead: bytes | None = None) -> None:

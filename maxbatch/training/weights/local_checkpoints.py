@@ -210,12 +210,12 @@ class LocalCheckpoints:
         """
         for other, why in sorted(self._damages.items(), reverse=True):
             if other > step:
-                self._warn(f"local checkpoint {other} cannot be used ({why}); training goes on from step {step}")
+                self._warn(f"local checkpoint {other} cannot be used ({why}); training continues from step {step}")
         if self._foreign:
             steps = ", ".join(map(str, sorted(self._foreign)))
             self._warn(
                 f"{self._folder}: has local checkpoints of another run that had this run_dir (step {steps}), which are "
-                f"removed; training goes on from step {step}"
+                f"removed; training continues from step {step}"
             )
         gather(None)  # wait until hosts that share the path have read what they need
         foreign = {part.arrays.folder for part in self._parts if not self._identity.wrote(part.record.run_id)}

@@ -64,7 +64,7 @@ def open_origin(
         if not (folder.is_dir() and is_committed(folder)):
             held = f"{whose} started from it" if pin else "the first host has it"
             raise ConfigError(
-                f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps its newest ones alone "
+                f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps only its newest ones "
                 "(max_num_checkpoints_to_keep): put that checkpoint back, or name a copy of it"
             )
         place = str(folder)
@@ -74,7 +74,7 @@ def open_origin(
     _refuse_different(stated, gather(identity))
     if (pin and identity != pin.identity) or (old_base is not None and old_base != source.old_identity):
         raise ConfigError(
-            f"{stated}: is another model than the one that {whose} started from"
+            f"{stated}: is not the model that {whose} started from"
             + (f" ({shown(str(pin), 300)})" if pin else "")
             + "; put that one back, or name a copy of it"
         )

@@ -262,7 +262,7 @@ def test_its_answer_fits_by_kind_and_is_kept(
 @pytest.mark.parametrize(
     ("path", "said"),
     [
-        ("nowhere/fitted.yml", "--write nowhere/fitted.yml: nowhere is no folder; works: --write fitted.yml"),
+        ("nowhere/fitted.yml", "--write nowhere/fitted.yml: nowhere is not a folder; works: --write fitted.yml"),
         (".", "config file .: is a folder, not a YAML file"),
         ("latin.yml", "config file latin.yml: is not UTF-8 text (byte 12)"),
     ],

@@ -68,7 +68,7 @@ def test_the_page_lies_where_it_is_asked_to_be(tmp_path: Path, capsys: pytest.Ca
     [
         (["nowhere"], "nowhere: no such folder (seen from "),
         (["runs"], "runs: holds no metrics.jsonl and no config.yml of a run; works: runs/a"),
-        (["runs/a/metrics.jsonl"], "runs/a/metrics.jsonl: is no folder"),
+        (["runs/a/metrics.jsonl"], "runs/a/metrics.jsonl: is not a folder"),
         (["runs/a", "--output", "no/where.html"], "no/where.html: cannot be written"),
         (["broken"], "broken/metrics.jsonl:1: must be a JSON object with a whole `step`"),
     ],

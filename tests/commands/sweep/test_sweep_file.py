@@ -34,7 +34,7 @@ pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxb
         ("base: {steps: ten}", "steps=ten: must be a whole number"),
         ("base: {eval_interval: -1}\nmetric: eval_loss", "metric=eval_loss needs evals"),
         ("parallel: 1\nparallel: 2", "parallel is stated twice"),
-        ("a: [", "is no valid YAML"),
+        ("a: [", "is not valid YAML"),
     ],
 )
 def test_a_bad_sweep_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str], text: str, said: str) -> None:

@@ -153,7 +153,7 @@ def test_a_table_that_is_damaged_is_one_line(monkeypatch: pytest.MonkeyPatch) ->
         ranged(Saved(offsets), 98, 98)
     other = Saved(offsets)
     other.content = b"x" * len(other.content)
-    with pytest.raises(ConfigError, match="its header: is no array of numpy"):
+    with pytest.raises(ConfigError, match="its header: is not a NumPy array"):
         ranged(other, 99, 99)
     offsets[5] = 90
     table = ranged(Saved(offsets), 99, 99)

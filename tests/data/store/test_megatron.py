@@ -150,7 +150,7 @@ DAMAGE = {
     "not an index": (header(magic=b"PK\3\4" + b"\0" * 5), "not an index of Megatron-LM's"),
     "cut in its header": (header()[:20], "not an index of Megatron-LM's"),
     "version": (header(version=2), "version 2, and 1 is read"),
-    "floats": (header(code=7), "float32 numbers, no token ids"),
+    "floats": (header(code=7), "float32 numbers, not token ids"),
     "type": (header(code=99), r"unknown type \(99\)"),
     "too many": (header(sequences=1 << 60), "sequences"),
     "too few": (header(sequences=1), r"has \d+ bytes, and 1 sequences"),
@@ -239,8 +239,8 @@ def test_a_mixture_with_another_kind_of_data_resumes_anywhere(tmp_path: Path) ->
 
 
 def test_an_id_beyond_the_vocabulary_is_refused_where_it_is_read(tmp_path: Path) -> None:
-    for dtype, token, problem in (("uint16", 300, "vocab_size=301"), ("int16", -5, "-5, which is no token id"),
-                                  ("int64", 1 << 40, "which is no token id")):  # fmt: skip
+    for dtype, token, problem in (("uint16", 300, "vocab_size=301"), ("int16", -5, "-5, which is not a token id"),
+                                  ("int64", 1 << 40, "which is not a token id")):  # fmt: skip
         stream = stream_of(write_megatron(tmp_path / dtype, [[[1] * LENGTH], [[2, token]]], dtype))
         assert stream_of(tmp_path / dtype, "enable_data_shuffling=false")[0]["tokens"].tolist() == [1] * LENGTH
         with pytest.raises(ConfigError, match=problem):

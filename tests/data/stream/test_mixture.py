@@ -156,7 +156,7 @@ REFUSED_FILES = {
     "a path of no use": ("a: {path: x, weight: 1, dataset_type: python_stdlib}", "reads no path"),
     "the same path twice": ("a: {path: x, weight: 1}\nb: {path: y;x, weight: 1}", "is in source a as well"),
     "a mixture in a mixture": ("a: {path: b.yml, weight: 1}", "b.yml names a mixture file"),
-    "no YAML": ("a: {path", "mix.yml:1: is no valid YAML"),
+    "no YAML": ("a: {path", "mix.yml:1: is not valid YAML"),
 }  # fmt: skip
 
 

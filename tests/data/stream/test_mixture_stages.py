@@ -143,7 +143,7 @@ def test_a_mixture_file_may_state_weights_by_position(tmp_path: Path) -> None:
         ("{0: {a: -1}}", "weight=-1"),
         ("{0: [a]}", "must map paths to weights"),
         ("{0: {a: {b: 1}}}", "takes one weight"),
-        ("{0: {a: 1}", "no mapping of positions"),
+        ("{0: {a: 1}", "not a mapping of positions"),
         ("{}", "has no position"),
         ("{0: {a.yml: 1}}", "names a mixture file"),
         ("{0: {ftpx://a: 1}}", "ftpx:// is not supported"),

@@ -227,7 +227,7 @@ def test_tensors_of_another_model_are_refused(
         ({"num_attention_heads": 0}, "a field of the model has a value of the wrong type"),
         ({"rms_norm_eps": "x"}, "rms_norm_eps='x': must be a number"),
         ({"rope_theta": 10**200}, "must be a number up to 1e+30"),
-        ({"rope_theta": float("nan")}, "NaN is no number"),
+        ({"rope_theta": float("nan")}, "NaN is not a JSON number"),
         ({"layer_types": [["full_attention"]]}, "must be a list of at most 10000 texts"),
         ({"rope_scaling": [1]}, "rope_scaling=[1]: must be an object"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, "a field of the model has a value of the wrong"),

@@ -76,7 +76,7 @@ ONE = b'{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
         (b'{"a":' + ONE + b',"a":' + ONE + b"}", 4, "'a' is stated twice"),
         (b'{"a":' + ONE[:-1] + b',"shape":[1]}}', 4, "'shape' is stated twice"),
         (b'{"a":{"dtype":"F32","shape":[1e400],"data_offsets":[0,4]}}', 4, "overflows"),
-        (b'{"a":NaN}', 0, "NaN is no number"),
+        (b'{"a":NaN}', 0, "NaN is not a JSON number"),
         (b'{"\xff":' + ONE + b"}", 4, "utf-8"),
         (b"{}\0\0", 0, "is not JSON"),
         (b"[]", 0, "no JSON object"),

@@ -126,7 +126,7 @@ def test_a_slow_compilation_is_explained_once(monkeypatch: pytest.MonkeyPatch, i
         console = Console(file=out, force_terminal=is_terminal, width=200)
         with closing(RunProgress(console, 20, 0, 1, 10, lambda activity=activity: activity)):
             time.sleep(0.5)
-        assert out.getvalue().count("is no error") == times
+        assert out.getvalue().count("is not an error") == times
 
 
 def test_a_terminal_gets_a_bar() -> None:

@@ -184,7 +184,7 @@ def test_a_damaged_local_checkpoint_is_named_and_the_newest_in_run_dir_is_taken(
     damage(state)
     assert restart(lost)[0] == 5
     said = capsys.readouterr().err.splitlines()
-    assert "local checkpoint 6 cannot be used (" in said[-1] and said[-1].endswith("training goes on from step 5")
+    assert "local checkpoint 6 cannot be used (" in said[-1] and said[-1].endswith("training continues from step 5")
     assert not local_states(lost), "update 6 is made again: no later start may take the old one"
 
 

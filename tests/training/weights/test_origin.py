@@ -84,7 +84,7 @@ def test_a_resume_of_adapters_takes_the_checkpoint_of_the_base_that_they_began_w
     ("fault", "words"),
     [
         ("removed", "has no checkpoint of step 1, and the run in run_dir=.* started from it"),
-        ("overwritten", "is another model than the one that the run in run_dir=.* started from"),
+        ("overwritten", "is not the model that the run in run_dir=.* started from"),
         ("missing", "no checkpoint"),
     ],
 )

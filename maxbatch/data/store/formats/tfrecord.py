@@ -72,7 +72,7 @@ class TFRecords:
                         raise EOFError("cut short")
                 except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                     # The number of lost records is unknown: the rest of the file counts as one.
-                    yield self._bad(f"{place}: damaged or no TFRecord file ({error})")
+                    yield self._bad(f"{place}: damaged or not a TFRecord file ({error})")
                     return
                 position += _HEAD.size + length + _TAIL.size
                 if _TAIL.unpack(tail)[0] != self._masked(record):
