@@ -125,7 +125,7 @@ class Metric(StrEnum):
     EVAL_PASS_AT_1 = "eval_pass_at_1", "real", "share", "Share of the sampled responses that pass.", _SOME_OF_RL
     EVAL_REWARD = "eval_reward", "real", "", "Mean reward of the sampled responses to held-out prompts.", _SOME_OF_RL
     EVAL_PASS_AT_K = (
-        "eval_pass_at_{k}", "real", "share", "Share of the prompts with a response that passes, of k.", _SOME_OF_RL)
+        "eval_pass_at_{k}", "real", "share", "Share of the prompts with a passing response among k.", _SOME_OF_RL)
     BEFORE_TRAINING = (
         "first_{eval_metric}", "real", "share", "An eval before the first update; in the first line.", _SOME_OF_RL)
     # fmt: on
