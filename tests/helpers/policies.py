@@ -13,7 +13,7 @@ from maxbatch import load_config
 from maxbatch.config.config import Config
 from maxbatch.model.decoder import Decoder
 from maxbatch.rl.run import train_policy
-from tests.helpers.tiny import TINY_MODEL, read_metrics
+from tests.helpers.tiny import TINY_MODEL, UNMEASURED, read_metrics
 
 RL = str(Path(__file__).parents[2] / "configs/post_train/rl.yml")
 GROUP = 4
@@ -37,6 +37,7 @@ KEYS = (
     "steps=3",
     "eval_interval=-1",
     "generate_prompt=",
+    UNMEASURED,
 )
 
 

@@ -17,7 +17,7 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.runs.noise_scale import NoiseScale
 from maxbatch.training.update.state import abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
-from tests.helpers.tiny import LENGTH, loss_sums, one_layer_config
+from tests.helpers.tiny import LENGTH, MEASURED, loss_sums, one_layer_config
 
 ROWS = 256
 
@@ -51,7 +51,7 @@ def exact_noise_scale() -> float:
     ],
 )
 def test_it_is_that_of_per_example_gradients(overrides: tuple[str, ...], num_devices: int, shape: BatchShape) -> None:
-    config = one_layer_config(*overrides)
+    config = one_layer_config(MEASURED, *overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
     abstract = abstract_state(config.update, mesh)
     step, state = (make_train_step(config.update, mesh, abstract), init_state(config.update, abstract))

@@ -15,12 +15,12 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import make_train_step
 from tests.helpers.collectives import Collective, bytes_over, collectives
-from tests.helpers.tiny import LENGTH, bytes_of, tiny_config
+from tests.helpers.tiny import LENGTH, MEASURED, bytes_of, tiny_config
 
 
 def sent(steps: int, micro_batch: int, *overrides: str) -> tuple[list[Collective], Any]:
     """The collectives of an update in `steps` micro-batches, and the abstract state."""
-    config = tiny_config("scan_layers=true", *overrides)
+    config = tiny_config("scan_layers=true", MEASURED, *overrides)
     mesh = make_mesh(config)
     abstract = abstract_state(config.update, mesh)
     batch = Placement(batch_sharding(mesh), LENGTH).abstract_batch(BatchShape(micro_batch, steps))

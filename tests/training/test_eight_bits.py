@@ -18,7 +18,7 @@ from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.parameters import load_adapters
 from tests.helpers.parameters import load_parameters
-from tests.helpers.tiny import ONE_LAYER, UNMEASURED, UNSAVED, loss_sums, read_metrics, tiny_config
+from tests.helpers.tiny import MEASURED, ONE_LAYER, UNSAVED, loss_sums, read_metrics, tiny_config
 
 pytestmark = pytest.mark.runs
 
@@ -27,12 +27,13 @@ RUN = ("learning_rate=3e-3", "learning_rate_schedule=constant", "packing=false",
 # devices, most rows per device, the rest
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "one device, one pass": (1, "192", ()),
-    "padding": (5, "8", ("batch_padding=true", "ici_data_parallelism=5", UNMEASURED)),
+    "padding": (5, "8", ("batch_padding=true", "ici_data_parallelism=5")),
     "context and tensor": (
-        4, "24", ("ici_context_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=minimal", "scan_layers=true")
+        4, "24",
+        ("ici_context_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=minimal", "scan_layers=true", MEASURED),
     ),
-    "experts": (4, "24", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2", UNMEASURED)),
-    "pipeline and fsdp": (4, "12", ("ici_pipeline_parallelism=2", "remat_policy=full", UNMEASURED)),
+    "experts": (4, "24", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2")),
+    "pipeline and fsdp": (4, "12", ("ici_pipeline_parallelism=2", "remat_policy=full")),
 }  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import pytest
 from maxbatch import load_model
 from maxbatch.model.experts import experts
 from maxbatch.training.pretraining import train
-from tests.helpers.tiny import ONE_LAYER, SAME, UNMEASURED, UNSAVED, assert_same_run, read_metrics, tiny_config
+from tests.helpers.tiny import MEASURED, ONE_LAYER, SAME, UNSAVED, assert_same_run, read_metrics, tiny_config
 
 pytestmark = pytest.mark.runs
 
@@ -42,12 +42,12 @@ RUN = (
 RESUMED = "a row at a time"  # of the test in which a run goes on, and is compared there
 # devices, most rows per device, keys
 LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
-    RESUMED: (1, "1", ()),
-    "experts over four devices": (4, "1", ("ici_expert_parallelism=4", "remat_policy=full", UNMEASURED)),
-    "experts and data": (4, "2", ("ici_expert_parallelism=2", "ici_data_parallelism=2")),
-    "experts, tensor and fsdp": (8, "0.5", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2", UNMEASURED)),
-    "experts and pipeline": (4, "2", ("ici_expert_parallelism=2", "ici_pipeline_parallelism=2", UNMEASURED)),
-    "context and fsdp, products kept": (4, "2", ("ici_context_parallelism=2", "remat_policy=minimal", UNMEASURED)),
+    RESUMED: (1, "1", (MEASURED,)),
+    "experts over four devices": (4, "1", ("ici_expert_parallelism=4", "remat_policy=full")),
+    "experts and data": (4, "2", ("ici_expert_parallelism=2", "ici_data_parallelism=2", MEASURED)),
+    "experts, tensor and fsdp": (8, "0.5", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2")),
+    "experts and pipeline": (4, "2", ("ici_expert_parallelism=2", "ici_pipeline_parallelism=2")),
+    "context and fsdp, products kept": (4, "2", ("ici_context_parallelism=2", "remat_policy=minimal")),
 }
 # Those that take the form of accelerators, where shares multiply before the last product.
 ELSEWHERE = ("experts over four devices", "experts, tensor and fsdp")
@@ -118,7 +118,7 @@ def test_deepseek_routes_and_balances_alike_on_all_layouts(tmp_path):
 
 def test_narrow_experts_route_and_balance_alike_on_all_layouts(tmp_path):
     narrow = ("decoder_block=qwen3_custom_moe", "attention_output_dim=24", "steps=2", UNSAVED)
-    expected = run(tmp_path / "whole", "", *narrow, UNMEASURED)
+    expected = run(tmp_path / "whole", "", *narrow)
     for layout in ("experts, tensor and fsdp", "experts and pipeline"):
         found = run(tmp_path / layout, layout, *narrow)
         assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))

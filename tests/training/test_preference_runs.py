@@ -31,7 +31,7 @@ SETTINGS = (
     "base_emb_dim=16", "base_num_query_heads=2", "base_num_kv_heads=2", "head_dim=8", "base_mlp_dim=32",
     "base_num_decoder_layers=1", "vocab_size=259", f"max_target_length={LENGTH}", "use_dpo=true", "dataset_type=jsonl",
     "global_batch_size=6", "learning_rate_schedule=constant", "warmup_steps_fraction=0", "learning_rate=1e-2",
-    "generate_prompt=", "log_to=",
+    "generate_prompt=", "log_to=", "gradient_noise_scale=false",
 )  # fmt: skip
 
 QUICK = ("eval_interval=-1", "eval_fraction=0", "checkpoint_period=1000")

@@ -22,7 +22,7 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.state import TrainState, abstract_model, abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
 from tests.helpers.batch_page import Checks
-from tests.helpers.tiny import LENGTH, UNMEASURED, some_rows, tiny_config
+from tests.helpers.tiny import LENGTH, some_rows, tiny_config
 
 check = Checks("The gradient", "The optimizer")
 
@@ -79,7 +79,7 @@ def assert_no_rate_makes_them_the_same(one: Vector, other: Vector) -> None:
 @cache
 def _program(overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
     """The mesh, the train step, the state's shardings and a new state, which lies on the host and can be used again."""
-    config = tiny_config(UNMEASURED, *overrides)
+    config = tiny_config(*overrides)
     mesh = make_mesh(config, jax.devices()[:W])
     abstract = abstract_state(config.update, mesh)
     shardings = jax.tree.map(lambda x: x.sharding, abstract)

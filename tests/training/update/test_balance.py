@@ -17,12 +17,12 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.training.update.balance import Balance
 from maxbatch.training.update.state import abstract_state, init_state
 from maxbatch.training.update.step import make_train_step
-from tests.helpers.tiny import some_rows, tiny_config
+from tests.helpers.tiny import ONE_LAYER, some_rows, tiny_config
 
 ROWS = 16
 KEYS = (
     "decoder_block=qwen3_moe", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "use_qk_norm=true",
-    "base_moe_mlp_dim=16", "base_num_decoder_layers=2", "opt_type=sgd", "adam_b1=0", "adam_weight_decay=0",
+    "base_moe_mlp_dim=16", ONE_LAYER, "opt_type=sgd", "adam_b1=0", "adam_weight_decay=0",
     "gradient_clipping_threshold=0", "routed_bias=true", "routed_bias_update_rate=0.25",
 )  # fmt: skip
 
@@ -59,7 +59,7 @@ def router_step(cut: int, *overrides: str) -> np.ndarray:
     """The change of the router by an update of so many micro-batches."""
     stepper = Stepper(cut, *overrides)
     stepper.state = stepper.state._replace(
-        opt_state=stepper.state.opt_state._replace(last_counts_NxE=jnp.asarray([[9, 3, 2, 2], [1, 2, 3, 4]]))
+        opt_state=stepper.state.opt_state._replace(last_counts_NxE=jnp.asarray([[9, 3, 2, 2]]))
     )
     before = stepper.parameters()
     stepper(some_rows(ROWS))

@@ -21,7 +21,7 @@ from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.hashing import limb_sums, row_hashes, to_hex
 from maxbatch.training.update.state import abstract_model, abstract_state, init_opt_state, init_state
 from maxbatch.training.update.step import StepMetrics, make_train_step
-from tests.helpers.tiny import LENGTH, bytes_of, some_rows, tiny_config
+from tests.helpers.tiny import LENGTH, MEASURED, bytes_of, some_rows, tiny_config
 
 ROWS = 16
 COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)[\w-]*\(")
@@ -29,7 +29,7 @@ COLLECTIVE = re.compile(r"(all-reduce|all-gather|reduce-scatter|all-to-all|colle
 
 @cache
 def _program(num_devices: int, overrides: tuple[str, ...]) -> tuple[Any, Any, Any, Any]:
-    config = tiny_config(*overrides)
+    config = tiny_config(MEASURED, *overrides)
     mesh = make_mesh(config, jax.devices()[:num_devices])
     abstract = abstract_state(config.update, mesh)
     return config, mesh, abstract, make_train_step(config.update, mesh, abstract)
