@@ -96,6 +96,11 @@ class Store:
             return answer.status, answer.read()
 
 
+def on(scheme: str) -> pytest.MarkDecorator:
+    """Runs a test of `store` on one of them: its promise is not a driver's, and others hold it on the other."""
+    return pytest.mark.parametrize("store", [scheme], indirect=True)
+
+
 @contextlib.contextmanager
 def serving(scheme: str) -> Iterator[Store]:
     """Starts the emulator of a store and its proxy, and sets the environment that clients read."""

@@ -9,11 +9,12 @@ import pytest
 from maxbatch.cli import main
 from maxbatch.runs.sweep_folder import SweepFolder
 from maxbatch.system.storage import as_path
-from tests.helpers.stores import Store
+from tests.helpers.stores import Store, on
 from tests.helpers.sweeps import write_sweep
 
 
 @pytest.mark.slow
+@on("gs")
 def test_a_sweep_in_a_bucket_goes_on_from_another_machine(
     store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
