@@ -26,7 +26,7 @@ from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.system.ports import free_port
 from tests.helpers.command import Hold, environment, maxbatch, recorded
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import TINY_RUN, read_metrics
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN, read_metrics
 
 TOP = Path(__file__).resolve().parent.parent
 LAUNCH = TOP / "launch"
@@ -225,7 +225,7 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
         job = free_job_id()
         variables = {"CALLS": str(calls), "SLURM_NTASKS": "2", "SLURM_JOB_ID": job} | hold.variables
         return subprocess.Popen(
-            [LAUNCH / "slurm.sh", *TINY_RUN, f"run_dir={run_dir}", "steps=30", "per_device_batch_size=2"],
+            [LAUNCH / "slurm.sh", *TINY_RUN, ONE_LAYER, f"run_dir={run_dir}", "steps=30", "per_device_batch_size=2"],
             env=with_commands(tmp_path / "bin", **variables),
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -242,7 +242,7 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
     job = start_job()
     wait_for(lambda: recorded(run_dir) >= 3, job)
     job.send_signal(signal.SIGTERM)
-    time.sleep(1)  # from the script to the tasks
+    time.sleep(3)  # from the script to the tasks, also where they have few cores
     hold.release()
     code, output = finish(job)
     assert code == 75, output
@@ -257,8 +257,8 @@ def test_a_slurm_job_that_is_preempted_is_requeued_and_goes_on(tmp_path: Path) -
     assert all(m["global_batch_size"] == 4 for m in read_metrics(run_dir)), "two processes, two rows each"
 
 
-# A SLURM of the nodes n0 to n3, all on this machine: those in $DEAD start nothing. It notes the pid of each task.
-NODES_SCONTROL = '#!/bin/bash\n[ "$1" = show ] && printf "n%s\\n" 0 1 2 3 || echo "scontrol $*" >> "$CALLS"\n'
+# A SLURM of the nodes n0 to n2, all on this machine: those in $DEAD start nothing. It notes the pid of each task.
+NODES_SCONTROL = '#!/bin/bash\n[ "$1" = show ] && printf "n%s\\n" 0 1 2 || echo "scontrol $*" >> "$CALLS"\n'
 NODES_SRUN = f"""#!{sys.executable}
 import os, pathlib, subprocess, sys
 flags = [word for word in sys.argv[1:] if word.startswith("--")]
@@ -283,22 +283,22 @@ sys.exit(max(abs(task.wait()) for task in tasks))
 
 
 SURVIVOR = (
-    *TINY_RUN, "base_num_decoder_layers=1", "steps=12", "global_batch_size=12", "per_device_batch_size=4",
+    *TINY_RUN, ONE_LAYER, "steps=12", "global_batch_size=12", "per_device_batch_size=2",
     "checkpoint_period=3", "heartbeat_timeout_s=10", "compilation_cache_dir=none",
 )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
 def surviving_programs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The programs of four hosts, and of three."""
+    """The programs of three hosts, and of two."""
     folder = tmp_path_factory.mktemp("survive") / "compiled"
-    done = maxbatch("compile", *SURVIVOR, "--simulate-hosts", "4", "--survive", "1", "--output", str(folder))
+    done = maxbatch("compile", *SURVIVOR, "--simulate-hosts", "3", "--survive", "1", "--output", str(folder))
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
-def run_without_the_third(command: list[str], folder: Path, run_dir: Path, name: str, **variables: str) -> None:
-    """Runs a script until it ends by itself; after seven updates its third host is lost with its node or pool."""
+def run_without_the_second(command: list[str], folder: Path, run_dir: Path, name: str, **variables: str) -> None:
+    """Runs a script until it ends by itself; after seven updates its second host is lost with its node or pool."""
     executable(folder / "bin" / "maxbatch", f'#!/bin/sh\nexec {sys.executable} -m maxbatch "$@"\n')
     (folder / "dead").touch()
     hold = Hold(7, folder)
@@ -309,7 +309,7 @@ def run_without_the_third(command: list[str], folder: Path, run_dir: Path, name:
         )  # fmt: skip
     try:
         wait_for(lambda: recorded(run_dir) >= 7 or process.poll() is not None)
-        os.kill(int((folder / "pids").read_text().split()[2]), signal.SIGKILL)
+        os.kill(int((folder / "pids").read_text().split()[1]), signal.SIGKILL)
         (folder / "dead").write_text(name)
         hold.release()
         code = process.wait(300)
@@ -325,19 +325,19 @@ def run_without_the_third(command: list[str], folder: Path, run_dir: Path, name:
 
 
 @pytest.mark.processes
-def test_a_slurm_job_that_loses_a_node_goes_on_with_the_three_that_are_left(
+def test_a_slurm_job_that_loses_a_node_goes_on_with_the_two_that_are_left(
     tmp_path: Path, surviving_programs: Path
 ) -> None:
     executable(tmp_path / "bin" / "srun", NODES_SRUN)
     executable(tmp_path / "bin" / "scontrol", NODES_SCONTROL)
     run_dir, calls = tmp_path / "run", tmp_path / "calls"
     job = {
-        "CALLS": str(calls), "DEAD": str(tmp_path / "dead"), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "4",
-        "SLURM_JOB_NODELIST": "n[0-3]", "SLURM_NTASKS_PER_NODE": "1",
+        "CALLS": str(calls), "DEAD": str(tmp_path / "dead"), "SLURM_JOB_ID": free_job_id(), "SLURM_JOB_NUM_NODES": "3",
+        "SLURM_JOB_NODELIST": "n[0-2]", "SLURM_NTASKS_PER_NODE": "1",
     }  # fmt: skip
     script = [str(LAUNCH / "slurm_survive.sh"), *SURVIVOR, f"run_dir={run_dir}", f"compiled_dir={surviving_programs}"]
-    run_without_the_third(script, tmp_path, run_dir, "n2", **job)
-    assert calls.read_text().splitlines() == ["srun n0 n1 n2 n3", "srun n0 n1 n3"]
+    run_without_the_second(script, tmp_path, run_dir, "n1", **job)
+    assert calls.read_text().splitlines() == ["srun n0 n1 n2", "srun n0 n2"]
 
 
 # A cluster of one-host node pools on this machine. It has one JobSet, whose hosts are processes of `kubectl create`.
@@ -358,7 +358,7 @@ if "--dry-run=client" in words:
 elif words[:2] == ["get", "nodes"]:
     assert words[3] == "cloud.google.com/gke-tpu-accelerator=tpu-v5-lite-podslice,cloud.google.com/gke-tpu-topology=4x4"
     dead = (top / "dead").read_text().split()
-    for pool in ("p0", "p1", "p2", "p3"):
+    for pool in os.environ["POOLS"].split():
         print(pool, "Unknown" if pool in dead else "True", "")
 elif words[0] == "create":
     stated = yaml.safe_load(sys.stdin)
@@ -390,11 +390,11 @@ else:
 """
 
 
-def surviving_jobset(folder: Path, args: list[str]) -> Path:
-    """Writes the JobSet of the repository with slices of one host, and other arguments."""
+def surviving_jobset(folder: Path, args: list[str], num_slices: int) -> Path:
+    """Writes the JobSet of the repository with slices of one host, other arguments and as many slices."""
     jobset = yaml.safe_load((LAUNCH / SURVIVING).read_text())
     [slices] = jobset["spec"]["replicatedJobs"]
-    job = slices["template"]["spec"]
+    slices["replicas"], job = num_slices, slices["template"]["spec"]
     job["parallelism"] = job["completions"] = 1
     job["template"]["spec"]["containers"][0]["args"] = args
     file = folder / "jobset.yml"
@@ -403,16 +403,18 @@ def surviving_jobset(folder: Path, args: list[str]) -> Path:
 
 
 @pytest.mark.processes
-def test_a_jobset_that_loses_a_slice_goes_on_with_the_three_that_are_left(
+def test_a_jobset_that_loses_a_slice_goes_on_with_the_two_that_are_left(
     tmp_path: Path, surviving_programs: Path
 ) -> None:
     executable(tmp_path / "bin" / "kubectl", KUBECTL)
     run_dir = tmp_path / "run"
     args = ["train", *SURVIVOR, f"run_dir={run_dir}", f"compiled_dir={surviving_programs}"]
-    script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, args))]
-    cluster = {"CLUSTER": str(tmp_path), "ADDRESS": f"localhost:{free_port()}", "POLL_S": "0.5"}
-    run_without_the_third(script, tmp_path, run_dir, "p2", **cluster)
-    assert (tmp_path / "calls").read_text().splitlines() == ["create 4", "create 3"]
+    script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, args, 3))]
+    cluster = {
+        "CLUSTER": str(tmp_path), "POOLS": "p0 p1 p2", "ADDRESS": f"localhost:{free_port()}", "POLL_S": "0.5",
+    }  # fmt: skip
+    run_without_the_second(script, tmp_path, run_dir, "p1", **cluster)
+    assert (tmp_path / "calls").read_text().splitlines() == ["create 3", "create 2"]
 
 
 # A host ends with the code of its start: the third one of the first start is lost with its slice.
@@ -436,8 +438,15 @@ def test_a_jobset_is_started_again_on_the_slices_that_are_ready(
     executable(tmp_path / "bin" / "kubectl", KUBECTL)
     executable(tmp_path / "bin" / "maxbatch", HOST)
     (tmp_path / "dead").touch()
-    script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, ["train", "my.yml"]))]
-    cluster = {"CLUSTER": str(tmp_path), "ADDRESS": "", "POLL_S": "0.1", "CODE": str(code), "FEWEST_SLICES": fewest}
+    script = [str(LAUNCH / "jobset_survive.sh"), str(surviving_jobset(tmp_path, ["train", "my.yml"], 4))]
+    cluster = {
+        "CLUSTER": str(tmp_path),
+        "POOLS": "p0 p1 p2 p3",
+        "ADDRESS": "",
+        "POLL_S": "0.1",
+        "CODE": str(code),
+        "FEWEST_SLICES": fewest,
+    }
     process = subprocess.Popen(script, env=with_commands(tmp_path / "bin", **cluster))
     if ended is None:
         wait_for(lambda: (tmp_path / "stopped").exists())

@@ -17,9 +17,10 @@ from maxbatch.system.cpu_devices import variables_of_host
 from maxbatch.system.ports import free_port
 from tests.helpers.command import environment, start
 from tests.helpers.processes import children_of, wait_for
-from tests.helpers.tiny import TINY_RUN
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN
 
 TIMEOUT_S = 30
+SMALLEST = (*TINY_RUN, ONE_LAYER)
 
 # A run that never ends, of which step 12 is saved.
 IDLE = """
@@ -113,7 +114,7 @@ def test_a_simulated_host_that_is_stopped_ends_the_command_as_a_dead_one_does(
     tmp_path: Path, victims: tuple[int, ...]
 ) -> None:
     keys = (f"run_dir={tmp_path / 'run'}", "steps=100000", "checkpoint_period=2", "heartbeat_timeout_s=10")
-    process = start("train", *TINY_RUN, *keys, "--simulate-hosts", "2")
+    process = start("train", *SMALLEST, *keys, "--simulate-hosts", "2")
     try:
         wait_for(lambda: (tmp_path / "run" / "checkpoints" / "2").exists(), process)
         hosts = sorted(children_of(process.pid))  # in the order in which they were started
@@ -131,7 +132,7 @@ def test_a_simulated_host_that_is_stopped_ends_the_command_as_a_dead_one_does(
 def test_a_host_that_dies_in_mid_update_is_named_by_those_that_compute_with_it(tmp_path: Path) -> None:
     """Their collectives fail at once, and they wait for the heartbeats to tell why."""
     keys = (f"run_dir={tmp_path / 'run'}", "steps=100000", "checkpoint_period=2", f"heartbeat_timeout_s={TIMEOUT_S}")
-    hosts = start_hosts(tmp_path, "-m", "maxbatch", "train", *TINY_RUN, *keys)
+    hosts = start_hosts(tmp_path, "-m", "maxbatch", "train", *SMALLEST, *keys)
     said = lose(tmp_path, hosts, [tmp_path / "run" / "checkpoints" / "2"], 2, signal.SIGKILL)
     assert said == "maxbatch: error: host 2 of 3 has died: no heartbeat"
 
