@@ -32,9 +32,10 @@ TRAINING = {p for p in WITH_COMMANDS if p not in OVERVIEWS and {c.name for c in 
 TINY = {
     "STEPS": "8", "CHECKPOINT_PERIOD": "4", "EVAL_STEPS": "1", "GENERATE_PROMPT": "", "WARM_START_STEPS": "2",
     "BASE_EMB_DIM": "32", "BASE_NUM_QUERY_HEADS": "2", "BASE_NUM_KV_HEADS": "2", "HEAD_DIM": "16", "BASE_MLP_DIM": "32",
-    "BASE_NUM_DECODER_LAYERS": "1",
+    "BASE_NUM_DECODER_LAYERS": "1", "GRADIENT_NOISE_SCALE": "false",
 }  # fmt: skip
 SHORT = {"MAX_TARGET_LENGTH": "64"}
+SAMPLED = {"STEPS": "3"}  # of rl, whose updates sample
 MEASURED = {"STEPS": "64", "CHECKPOINT_PERIOD": "16"}  # twice the 256 samples of a branch, and a step to fork from
 LENGTHS = ("steps", "train_samples", "train_tokens", "num_epochs")
 SIZES = ("base_emb_dim", "base_num_decoder_layers", "checkpoint_period", "eval_steps")
@@ -142,8 +143,11 @@ def run_page(
     """Runs the commands of a page in order; returns each with its output."""
     is_measured = any(command.name == "critical-batch" for command in commands_of(page))
     # The cuts of a page are compared with a fingerprint that a command without these keys prints; answers are shorter.
-    has_own_length = page in CUTS or any(command.name == "rl" for command in commands_of(page))
-    keys = TINY | (MEASURED if is_measured else {}) | ({} if has_own_length else SHORT)
+    is_sampled = any(command.name == "rl" for command in commands_of(page))
+    has_own_length = page in CUTS or is_sampled
+    keys = (
+        TINY | (MEASURED if is_measured else {}) | (SAMPLED if is_sampled else {}) | ({} if has_own_length else SHORT)
+    )
     tiny = {f"MAXBATCH_{key}": value for key, value in keys.items()}
     Path("batch_size").write_text(SMALL_SWEEP)
     printed = []
@@ -165,8 +169,10 @@ def run_page(
 
 
 def shortened(command: Command) -> list[str]:
-    """The command with few updates of a tiny model, as the environment states them."""
+    """The command with few updates of a tiny model, as the environment states them, on at most two hosts."""
     kept = [text for text in command.arguments if text.partition("=")[0] not in (*LENGTHS, *SIZES)]
+    if "--simulate-hosts" in kept:
+        kept[kept.index("--simulate-hosts") + 1] = "2"
     return [*kept, *MORE.get(command.name, ())]
 
 

@@ -12,9 +12,9 @@ from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.system.locks import take_lock
-from tests.helpers.tiny import TINY_RUN
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN
 
-BASE = dict(pair.split("=", 1) for pair in TINY_RUN) | {"steps": 4, "per_device_batch_size": 2}
+BASE = dict(pair.split("=", 1) for pair in (*TINY_RUN, ONE_LAYER)) | {"steps": 4, "per_device_batch_size": 2}
 
 
 def write_sweep(parameters: Any, base: dict[str, Any] | None = None, **settings: Any) -> str:

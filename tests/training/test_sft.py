@@ -51,38 +51,42 @@ def same(metrics: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None
     assert [m["loss"] for m in metrics] == pytest.approx([m["loss"] for m in reference], rel=2e-4)
 
 
-@pytest.fixture(scope="module", params=["packing=true", "packing=false"])
-def packing(request: pytest.FixtureRequest) -> str:
-    return request.param
+PACKINGS = ("packing=true", "packing=false")
 
 
 @pytest.fixture(scope="module")
-def whole(folder: Path, packing: str) -> list[dict[str, Any]]:
-    """The metrics of a run of one device that takes each batch in one pass."""
-    return run(folder, f"whole-{packing}", 1, packing, "steps=24", "per_device_batch_size=8", UNSAVED)
+def whole(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """The metrics of a run of one device that takes each batch in one pass, by its packing."""
+    keys = ("steps=24", "per_device_batch_size=8", UNSAVED)
+    return {packing: run(folder, f"whole-{packing}", 1, packing, *keys) for packing in PACKINGS}
 
 
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_rows_differ_in_their_trained_tokens(folder: Path, packing: str) -> None:
     weights = open_stream(chat_config(folder, None, *RUN, packing)).read(0, 8)["weights"].sum(axis=1)
     assert max(weights) > 2 * min(weights)
 
 
 @pytest.mark.parametrize(
-    ("devices", "rows", "mesh"),
-    [(1, 2, ()), (2, 2, ()), (4, 1, ("ici_data_parallelism=2",)), (2, 2, ("ici_pipeline_parallelism=2",))],
+    ("packing", "devices", "rows", "mesh"),
+    [
+        ("packing=true", 1, 2, ()),
+        ("packing=false", 2, 2, ()),
+        ("packing=false", 4, 1, ("ici_data_parallelism=2",)),
+        ("packing=true", 2, 2, ("ici_pipeline_parallelism=2",)),
+    ],
     ids=["accumulation 4", "2 devices, accumulation 2", "4 devices, accumulation 2", "pipeline 2"],
 )
 def test_the_update_does_not_depend_on_the_cut_of_its_rows(
-    folder: Path, packing: str, whole: list[dict[str, Any]], devices: int, rows: int, mesh: tuple[str, ...]
+    folder: Path, whole: dict[str, list[dict[str, Any]]], packing: str, devices: int, rows: int, mesh: tuple[str, ...]
 ) -> None:
     cut = f"cut-{packing}-{devices}-{len(mesh)}-{rows}"
-    same(run(folder, cut, devices, packing, "steps=6", f"per_device_batch_size={rows}", *mesh, UNSAVED), whole[:6])
+    found = run(folder, cut, devices, packing, "steps=6", f"per_device_batch_size={rows}", *mesh, UNSAVED)
+    same(found, whole[packing][:6])
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    folder: Path, packing: str, whole: list[dict[str, Any]]
-) -> None:
-    run_dir = folder / f"killed-{packing}"
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path, whole: dict[str, list[dict[str, Any]]]) -> None:
+    packing, run_dir = "packing=true", folder / "killed"
     stated = (*chat_overrides(folder), *RUN, packing, "steps=24", "per_device_batch_size=4", "checkpoint_period=2")
     command = [sys.executable, "-m", "maxbatch", "train", *stated, f"run_dir={run_dir}"]
     variables = environment() | Hold(12, Path.cwd()).variables
@@ -91,7 +95,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(
     process.kill()
     assert process.wait() == -signal.SIGKILL and committed_steps(run_dir)[0] < 24
     resumed = run(folder, run_dir.name, 2, packing, "steps=24", "per_device_batch_size=1", "checkpoint_period=8")
-    same(resumed, whole)
+    same(resumed, whole[packing])
 
 
 def test_the_loss_of_an_update_is_the_mean_over_its_trained_tokens(folder: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 
 from tests.helpers.command import maxbatch, start
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import TINY_RUN, read_metrics
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN, read_metrics
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,7 @@ def test_bad_flags_are_one_line_and_exit_2(tmp_path, capsys, arguments, named):
 # The same batch and rate throughout: the base branch must repeat the run.
 RUN = (
     *TINY_RUN,
+    ONE_LAYER,
     "global_batch_size=4",
     "per_device_batch_size=8",
     "steps=64",

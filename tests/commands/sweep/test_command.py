@@ -42,9 +42,9 @@ def test_the_sweep_itself_leaves_the_accelerator_to_its_trials() -> None:
 
 
 @pytest.mark.processes
-def test_a_sweep_of_6_trials_killed_twice_loses_nothing_and_runs_nothing_twice() -> None:
+def test_a_sweep_of_4_trials_killed_twice_loses_nothing_and_runs_nothing_twice() -> None:
     write_sweep(
-        {"learning_rate": ["1e-3", "3e-3", "1e-2"], "global_batch_size": ["2", "6"]},
+        {"learning_rate": ["1e-3", "1e-2"], "global_batch_size": ["2", "6"]},
         {"steps": 20, "checkpoint_period": 5}, parallel=2,
     )  # fmt: skip
     folder = SweepFolder(Path("sw"))
@@ -56,29 +56,29 @@ def test_a_sweep_of_6_trials_killed_twice_loses_nothing_and_runs_nothing_twice()
             if trial.is_finished
         }
 
-    for at_least in (1, 3):
+    for at_least in (1, 2):
         process = start("sweep", "sweep.yml")
         wait_for(lambda count=at_least: len(finished()) >= count, process)  # type: ignore[misc]
         process.kill()
         process.communicate()
         before = finished()
         wait_until_free(folder)  # every training process goes with the sweep
-    assert 3 <= len(before) < 6
+    assert 2 <= len(before) < 4
 
     result = maxbatch("sweep", "sweep.yml")
     assert result.returncode == 0 and "failed" not in result.stdout, result.stdout + result.stderr
     trials = folder.trials()
-    assert len(trials) == len({trial.title for trial in trials}) == 6
+    assert len(trials) == len({trial.title for trial in trials}) == 4
     for trial in trials:
         records = read_metrics(trial.folder)
         assert [record["step"] for record in records] == list(range(1, 21))
         assert records[-1]["global_batch_size"] == int(trial.overrides["global_batch_size"])
         assert records[2]["learning_rate"] == pytest.approx(float(trial.overrides["learning_rate"]), rel=0.05)
     assert all((path / "metrics.jsonl").read_bytes() == text for path, text in before.items())
-    assert sum(starts_of(trial.folder) for trial in trials) <= 6 + 2 * 2
+    assert sum(starts_of(trial.folder) for trial in trials) <= 4 + 2 * 2
     table = [line.split() for line in result.stdout.splitlines() if line.rstrip().endswith(" done")]
     values = [float(row[3]) for row in table]
-    assert len(table) == 6 and values == sorted(values)
+    assert len(table) == 4 and values == sorted(values)
     best = folder.results("loss")[0]
     assert best.value == pytest.approx(values[0], abs=1e-4)
     assert f"next: maxbatch train sw/base.yml learning_rate={best.trial.overrides['learning_rate']} " in result.stdout
@@ -88,7 +88,7 @@ def test_a_sweep_of_6_trials_killed_twice_loses_nothing_and_runs_nothing_twice()
     )
     assert console == []
     values = {result.value for result in folder.results("loss")}
-    assert {value for line in shown for value in line["y"]} == values and len(values) == 6
+    assert {value for line in shown for value in line["y"]} == values and len(values) == 4
 
     again = maxbatch("sweep", "sweep.yml", "--json")
     assert again.returncode == 0 and "trial 0:" not in again.stderr and "best: trial" in again.stderr
