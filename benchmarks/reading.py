@@ -63,7 +63,7 @@ def measure(quick: bool) -> list[Measurement]:
 def _write_model(folder: Path, overrides: tuple[str, ...]) -> int:
     """Writes a folder of random weights; returns their bytes."""
     config = load_config(overrides=["model_name=llama3.2-3b", *overrides])
-    shapes = tensor_shapes(parameter_places(config.decoder_block, abstract_model(config.decoder)[1]))
+    shapes = tensor_shapes(parameter_places(config.model, abstract_model(config.decoder)[1]))
     block = np.random.default_rng(0).integers(0, 0x3F80, _BLOCK, np.uint16)
 
     def arrays(names: list[str]) -> Iterator[np.ndarray]:

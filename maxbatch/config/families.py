@@ -36,17 +36,18 @@ class Family:
     """A family: its names, facts of its layers without a config key, and the fields that correspond to our keys."""
 
     decoder_block: str
-    model_type: str  # in the transformers library; "" for a family of MaxText alone, which has no folders there
-    architecture: str  # the class of its causal language model; "" likewise
+    model_type: str = ""  # in the transformers library; empty: it has no such family
+    architecture: str = ""  # the class of its causal language model
     # The form of a layer.
     norm: Literal["rms", "layer"] = "rms"  # RMSNorm, or LayerNorm with a bias
     norm_adds_one: bool = False  # a norm multiplies by 1 + scale
     norms_before: bool = True  # the input of attention and of the MLP is normalised
-    norms_after: bool = False  # their output is normalised before it joins the stream
+    norms_after: Literal["none", "both", "mlp"] = "none"  # their outputs are normalised before they join the stream
     qk_norm_over: Literal["head", "heads"] = "head"  # scope of `use_qk_norm`: each head, or all heads together
     scales_embedding: bool = False  # the embedding is multiplied by the root of its width
     has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
     has_experts: bool = False  # its MLPs are experts; a router chooses some for each token
+    has_cycle: bool = False  # its layers have several forms, and repeat a cycle of them (`maxbatch.config.cycle`)
     has_expert_biases: bool = False  # experts and router have biases
     expert_limit: float | None = None  # clips the values that an expert multiplies, with another activation
     has_sinks: bool = False  # each head learns a score that absorbs attention, without a token
@@ -56,6 +57,7 @@ class Family:
     has_narrow_experts: bool = False
     # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
     has_latents: bool = False
+    own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
     # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
@@ -115,7 +117,7 @@ _GEMMA = Family(
 )  # fmt: skip
 _GEMMA2 = Family(
     decoder_block="gemma2", model_type="gemma2", architecture="Gemma2ForCausalLM",
-    norm_adds_one=True, norms_after=True, scales_embedding=True,
+    norm_adds_one=True, norms_after="both", scales_embedding=True,
     defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     fields={"hidden_act": "hidden_activation"}, bias_fields=("attention_bias",), has_soft_caps=True, local_every=2,
     modules={
@@ -129,7 +131,7 @@ _GEMMA3 = dataclasses.replace(
 )  # fmt: skip
 _OLMO2 = Family(
     decoder_block="olmo2", model_type="olmo2", architecture="Olmo2ForCausalLM",
-    norms_before=False, norms_after=True, qk_norm_over="heads",
+    norms_before=False, norms_after="both", qk_norm_over="heads",
     defaults={"rms_norm_eps": 1e-5}, bias_fields=("attention_bias",), has_qk_norm=True, has_head_dim=False,
     modules={
         **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm",
@@ -228,6 +230,11 @@ _GPT_OSS = Family(
 _DEEPSEEK = Family(
     decoder_block="deepseek", model_type="deepseek_v3", architecture="DeepseekV3ForCausalLM",
     has_experts=True, has_latents=True,
+    own_keys=(
+        "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale",
+        "shared_experts", "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups",
+        "topk_routing_group",
+    ),
     defaults={
         "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 2048, "n_shared_experts": 1,
         "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4,
@@ -247,8 +254,13 @@ _DEEPSEEK = Family(
 
 # MaxText's alone, models/qwen3_custom.py (https://github.com/AI-Hypercomputer/maxtext).
 _QWEN3_CUSTOM_MOE = Family(
-    decoder_block="qwen3_custom_moe", model_type="", architecture="",
-    has_experts=True, has_narrow_experts=True, modules={},
+    decoder_block="qwen3_custom_moe", has_experts=True, has_narrow_experts=True,
+    own_keys=("attention_output_dim",), modules={},
+)  # fmt: skip
+# MaxText's own: the transformers library has no such family.
+_ENVY = Family(
+    decoder_block="envy", norms_after="mlp", has_experts=True, has_cycle=True, always_normalises=True,
+    own_keys=("interleave_moe_layer_step",),
 )  # fmt: skip
 
 DEFAULT_FAMILY = _LLAMA.decoder_block  # when a config names no family
@@ -273,6 +285,7 @@ FAMILIES: dict[str, Family] = {
         _GPT_OSS,
         _DEEPSEEK,
         _QWEN3_CUSTOM_MOE,
+        _ENVY,
     )
 }
 # By the `model_type` of a `config.json`.

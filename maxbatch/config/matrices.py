@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable
+from functools import cache
 
-from maxbatch.config.families import FAMILIES, Family
+from maxbatch.config.cycle import LayerForm, cycle_of, possible_forms
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import ModelConfig
 
 Axes = tuple[str, ...]
 ParameterPath = tuple[str, ...]
 ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
-# The stacks of layers: the first, dense ones of a model with experts, and all others.
+# The stacks of layers: the first, dense ones of a model with experts, and all others. Layers of several forms are
+# stacked by their place in the cycle that they repeat, a number behind the stack's name (`layers.1.attention.query`).
 DENSE_LAYERS, LAYERS = "dense_layers", "layers"
 NORMS = ("norm", "attended_norm", "q_norm", "kv_norm")  # axes of vectors that are computed in float32
 
@@ -28,7 +31,7 @@ class Parameter:
     Parameters of experts have an axis of experts before them.
     """
 
-    name: str  # its path, joined by dots; in a stack of layers it also has a leading axis of that name
+    name: str  # its path, joined by dots; in a stack of layers it also has a leading axis of the stack's name
     outputs: Axes  # all axes of a norm's scale or a bias
     inputs: Axes = ()  # summed over by a product, or indexed by a lookup
     is_lookup: bool = False  # a lookup of rows; tied to the output, it also multiplies, transposed
@@ -59,6 +62,11 @@ class Parameter:
         return self.path[0] in (DENSE_LAYERS, LAYERS)
 
     @property
+    def layer(self) -> ParameterPath:
+        """The path of its layer: its stack and its place in a cycle of several forms; empty outside of layers."""
+        return self.path[: 1 + self.path[1].isdigit()] if self.is_stacked else ()
+
+    @property
     def is_map(self) -> bool:
         """Whether it is a matrix that multiplies, not a lookup or a vector."""
         return bool(self.inputs) and not self.is_lookup
@@ -75,7 +83,7 @@ class Parameter:
 
     def size(self, model: ModelConfig) -> int:
         """Returns the number of its values, in all layers."""
-        return math.prod(self.shape(model)) * (num_layers(model, self.path[0]) if self.is_stacked else 1)
+        return math.prod(self.shape(model)) * (num_stacked(model, self.path[0]) if self.is_stacked else 1)
 
     def active_size(self, model: ModelConfig) -> int:
         """Returns the number of its values that a token uses, in all layers."""
@@ -106,6 +114,25 @@ def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
     return dense if stack == DENSE_LAYERS else model.base_num_decoder_layers - dense
 
 
+def num_stacked(model: ModelConfig, stack: str = LAYERS) -> int:
+    """Returns the size of a stack's leading axis: its layers, or cycles of layers."""
+    return num_layers(model, stack) // (len(cycle_of(model)) if stack == LAYERS else 1)
+
+
+def layer_paths(model: ModelConfig) -> tuple[ParameterPath, ...]:
+    """Returns the path of each place in the cycle of layers, in order; without a cycle, that of all layers."""
+    return _paths(cycle_of(model))
+
+
+def _paths(cycle: tuple[LayerForm, ...]) -> tuple[ParameterPath, ...]:
+    return tuple((LAYERS, str(place)) for place in range(len(cycle))) if cycle[1:] else ((LAYERS,),)
+
+
+def num_sparse_layers(model: ModelConfig) -> int:
+    """Returns the layers that have experts."""
+    return num_stacked(model) * sum(form.has_experts for form in cycle_of(model))
+
+
 def attention_widths(model: ModelConfig) -> tuple[int, int]:
     """Returns the width of a head's query and key, and the width of its value."""
     if FAMILIES[model.decoder_block].has_latents:
@@ -123,8 +150,10 @@ def is_gated(model: ModelConfig) -> bool:
     return model.mlp_activations.endswith(",linear")
 
 
-def _table(family: Family) -> tuple[Parameter, ...]:
-    """Returns a family's possible parameters, in the order of their creation."""
+@cache
+def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter, ...]:
+    """Returns a family's possible parameters with layers of these forms, in the order of their creation."""
+    family = FAMILIES[decoder_block]
     # The width of attention's output and of the experts' tokens: of a product's input or output, and of a vector.
     attended, attended_norm = ("attended", "attended_norm") if family.has_narrow_experts else ("embed", "norm")
 
@@ -219,12 +248,12 @@ def _table(family: Family) -> tuple[Parameter, ...]:
         return (
             *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
             *(latent_rows if family.has_latents else attention_rows)(f"{stack}.attention"),
-            *(norm(f"{stack}.attention_post_norm") if family.norms_after else ()),
+            *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
             *(norm(f"{stack}.mlp_norm", attended_norm) if family.norms_before else ()),
             *(experts_rows(f"{stack}.experts") if has_experts else mlp_rows(f"{stack}.mlp")),
             *(shared_rows(f"{stack}.shared_experts") if family.has_latents and has_experts else ()),
             *((widen(f"{stack}.widen"),) if family.has_narrow_experts else ()),
-            *(norm(f"{stack}.mlp_post_norm") if family.norms_after else ()),
+            *(norm(f"{stack}.mlp_post_norm") if family.norms_after != "none" else ()),
         )
 
     def of_dense_layers(row: Parameter) -> Parameter:
@@ -235,14 +264,20 @@ def _table(family: Family) -> tuple[Parameter, ...]:
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
         Parameter("positions", ("embed",), ("position",), is_lookup=True, has=lambda m: m.trainable_position_size > 0),
         *dense,
-        *layers(LAYERS, family.has_experts),
+        *(
+            row
+            for path, form in zip(_paths(cycle), cycle, strict=True)
+            for row in layers(".".join(path), form.has_experts)
+        ),
         *norm("final_norm"),
         Parameter("output", ("vocab",), ("embed",), has=lambda m: not m.logits_via_embedding),
     )
 
 
-# Possible parameters, by `decoder_block`.
-TABLES: dict[str, tuple[Parameter, ...]] = {name: _table(family) for name, family in FAMILIES.items()}
+# Possible parameters, by `decoder_block`, with one layer of each form.
+TABLES: dict[str, tuple[Parameter, ...]] = {
+    name: _table(name, possible_forms(family)) for name, family in FAMILIES.items()
+}
 # The matrices of a layer that Muon orthogonalises and LoRA adapts, by the last part of their names. Embedding and
 # output projection are left out: their rows are lookups, not a map (Jordan et al. 2024). A name in several families has
 # the first family's row.
@@ -259,7 +294,12 @@ KEPT_OF_EXPERTS = tuple(
 
 def parameters(model: ModelConfig) -> list[Parameter]:
     """Returns the parameters of a decoder, in the order of their creation."""
-    return [row for row in TABLES[model.decoder_block] if row.has(model)]
+    return [row for row in possible_parameters(model) if row.has(model)]
+
+
+def possible_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Returns the parameters that a model of the family with the same cycle of layers may have."""
+    return _table(model.decoder_block, cycle_of(model))
 
 
 def model_size(model: ModelConfig) -> int:
@@ -274,4 +314,4 @@ def active_model_size(model: ModelConfig) -> int:
 
 def of_experts(name: str) -> bool:
     """Returns whether a matrix of a layer, by the last part of its name, belongs to experts or to their router."""
-    return MATRICES[name].module == f"{LAYERS}.experts"
+    return MATRICES[name].path[-2] == "experts"

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
+from maxbatch.config.cycle import cycle_of
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
@@ -224,6 +225,7 @@ def check_rules(config: AllKeys, keys: Mapping[str, Key]) -> None:
     if config.head_dim % 2:
         raise fault("head_dim", "even, since rotary embeddings turn pairs", config.head_dim + 1)
     _check_layers(config, fault)
+    _check_cycle(config, fault)
     _check_experts(config, keys, fault)
     if config.quantization == "int8":
         _check_int8_sums(config, family.has_latents, fault)
@@ -302,22 +304,26 @@ def _check_layers(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
         raise fault("rope_high_freq_factor", f"greater than rope_low_freq_factor={low:g}", 4 * low)
 
 
+def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for layers that are not whole cycles of the forms that they repeat."""
+    length, layers = len(cycle_of(config)), config.base_num_decoder_layers
+    if layers % length:
+        rule = f"a multiple of {length}, the layers of a cycle of forms"
+        raise fault("base_num_decoder_layers", rule, max(1, round(layers / length)) * length)
+
+
 # Keys without effect in a model without experts.
 _OF_EXPERTS = (
     "num_experts", "num_experts_per_tok", "base_moe_mlp_dim", "norm_topk_prob", "routed_bias",
     "routed_bias_update_rate", "load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight",
     "capacity_factor", *KEPT_OF_EXPERTS,
 )  # fmt: skip
-# Keys of one form, DeepSeek's or that of narrow experts, and keys of forms that DeepSeek's lacks.
-_OF_LATENTS = (
+# Keys of the forms of some families only, and keys of forms that DeepSeek's lacks.
+_OF_SOME = (
+    "interleave_moe_layer_step", "attention_output_dim",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
     "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
 )  # fmt: skip
-_OF_NARROW_EXPERTS = ("attention_output_dim",)
-_OWNERS = {
-    _OF_LATENTS: [name for name, family in FAMILIES.items() if family.has_latents],
-    _OF_NARROW_EXPERTS: [name for name, family in FAMILIES.items() if family.has_narrow_experts],
-}  # the families whose form has some keys
 _NOT_OF_LATENTS = (
     "attention_bias", "attention_out_bias", "mlp_projection_bias", "use_qk_norm", "attention_type",
     "query_pre_attn_scalar", "trainable_position_size",
@@ -352,15 +358,16 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         return {name: keys[name].default for name in names if config[name] != keys[name].read(keys[name].default)}
 
     if not family.has_experts and (works := stated(_OF_EXPERTS)):
-        name, works = next(iter(works)), works | stated(_OF_LATENTS + _OF_NARROW_EXPERTS)
+        name, works = next(iter(works)), works | stated(_OF_SOME)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
         rule = f"{works[name]} beside {block}, whose layers have no experts (experts are in {others})"
         raise refuse(name, rule, works)
-    lacking = {names: owners for names, owners in _OWNERS.items() if family.decoder_block not in owners}
-    if works := stated(sum(lacking, _NOT_OF_LATENTS if family.has_latents else ())):
+    lacks = tuple(name for name in _OF_SOME if name not in family.own_keys)
+    if works := stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
         name = next(iter(works))
-        has_it = next((f" (only in {', '.join(owners)})" for keys, owners in lacking.items() if name in keys), "")
-        raise refuse(name, f"{works[name]} beside {block}, which lacks it{has_it}", works)
+        having = ", ".join(other.decoder_block for other in FAMILIES.values() if name in other.own_keys)
+        only = f" (only in {having})" if having else ""
+        raise refuse(name, f"{works[name]} beside {block}, which lacks it{only}", works)
     if not family.has_experts:
         return
     _check_narrow(config, block, fault)

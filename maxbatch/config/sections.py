@@ -333,6 +333,8 @@ class ModelConfig(Section, changes="the model's computation"):
         "deepseek: number of shared experts, computed as one MLP for every token", MODEL, FROM_ZERO, "experts")
     first_num_dense_layers: int = key(0,
         "deepseek: first layers with an MLP of base_mlp_dim in place of experts", MODEL, FROM_ZERO, "layers")
+    interleave_moe_layer_step: int = key(1,
+        "envy: every n-th layer has experts, and the others an MLP of base_mlp_dim", MODEL, COUNT, "layers")
     routed_score_func: Literal["softmax", "sigmoid"] = key("softmax",
         "softmax | sigmoid (deepseek): a router's scores of experts", MODEL)
     routed_scaling_factor: float = key(1.0, "deepseek: multiplies the weights of a token's experts", MODEL, POSITIVE)

@@ -7,6 +7,7 @@ Shapes: N layers, B rows, L slots of a row, T new tokens, K key and value heads,
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -91,3 +92,37 @@ class Cache(NamedTuple):
             keys_NxBxKxLxh=written(self.keys_NxBxKxLxh, k_BxTxKxh),
             values_NxBxKxLxh=written(self.values_NxBxKxLxh, v_BxTxKxh),
         )
+
+
+class Caches(NamedTuple):
+    """The caches of a model: one for each place in its cycle of layers, which may have heads of its own."""
+
+    places: tuple[Cache, ...]
+
+    @property
+    def starts_B(self) -> jax.Array | None:
+        """As `Cache.starts_B`."""
+        return self.places[0].starts_B
+
+    @property
+    def num_prompts(self) -> int:
+        """Prompts that rows begin behind, Q; 0: none."""
+        prompts = self.places[0].prompts
+        return prompts.keys_NxBxKxLxh.shape[1] if prompts else 0
+
+    @property
+    def num_positions(self) -> int:
+        """The largest number of tokens of a row with its prompt."""
+        return self.places[0].num_positions
+
+    def with_room_for(self, length: int) -> Caches:
+        """Returns the caches with slots added at the end."""
+        return self.each(lambda cache: cache.with_room_for(length))
+
+    def before(self, starts_B: jax.Array, length: int) -> Caches:
+        """Returns empty caches whose prompts are these, as `Cache.before`."""
+        return self.each(lambda cache: cache.before(starts_B, length))
+
+    def each(self, change: Callable[[Cache], Cache]) -> Caches:
+        """Returns the caches, changed alike."""
+        return Caches(tuple(map(change, self.places)))

@@ -12,7 +12,7 @@ import math
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.families import FAMILIES, is_local_layer
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, num_layers
+from maxbatch.config.cycle import LayerForm, cycle_of, local_layers
+from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, layer_paths, num_layers, num_stacked
 from maxbatch.model.attention import Attention
-from maxbatch.model.cache import Cache
+from maxbatch.model.cache import Cache, Caches
 from maxbatch.model.experts.experts import Experts
 from maxbatch.model.experts.routing import RoutingSums, Slots, slot_hashes
 from maxbatch.model.latent_attention import LatentAttention
@@ -56,8 +57,8 @@ class LayerRunner(Protocol):
     def constrain(self) -> Constrain:
         """The constraint on activations inside of the layers."""
 
-    def order(self, num_layers: int) -> np.ndarray:
-        """Returns the numbers of the layers in the order in which their parameters come stacked."""
+    def order(self, num_stacked: int) -> np.ndarray:
+        """Returns the numbers of the layers, or cycles, in the order in which their parameters come stacked."""
 
     def __call__(
         self, layers: Layers[RoutingSums | None], stacked: Stacked, x_MxLxD: jax.Array, slots: Slots, /
@@ -76,22 +77,22 @@ class DecoderLayer(nnx.Module):
     shared_experts: MLP  # of every token
     widen: nnx.Param[jax.Array]  # if attention and experts have a width of their own
 
-    def __init__(self, config: DecoderConfig, stack: str = LAYERS, *, rngs: nnx.Rngs, constrain: Constrain):
+    def __init__(self, config: DecoderConfig, name: str, form: LayerForm, *, rngs: nnx.Rngs, constrain: Constrain):
         family = FAMILIES[config.decoder_block]
         attention = LatentAttention if family.has_latents else Attention
-        self.attention_norm = norm_of(config, f"{stack}.attention_norm")
-        self.attention = attention(config, f"{stack}.attention", rngs=rngs, constrain=constrain)
-        self.attention_post_norm = norm_of(config, f"{stack}.attention_post_norm")
-        self.mlp_norm = norm_of(config, f"{stack}.mlp_norm")
-        self.has_experts = family.has_experts and stack == LAYERS
+        self.attention_norm = norm_of(config, f"{name}.attention_norm")
+        self.attention = attention(config, f"{name}.attention", rngs=rngs, constrain=constrain)
+        self.attention_post_norm = norm_of(config, f"{name}.attention_post_norm")
+        self.mlp_norm = norm_of(config, f"{name}.mlp_norm")
+        self.has_experts, self.is_local = form.has_experts, form.is_local
         if self.has_experts:
-            self.experts = Experts(config, rngs=rngs, constrain=constrain)
+            self.experts = Experts(config, f"{name}.experts", rngs=rngs, constrain=constrain)
         else:
-            self.mlp = MLP(config, f"{stack}.mlp", rngs=rngs, constrain=constrain)
+            self.mlp = MLP(config, f"{name}.mlp", rngs=rngs, constrain=constrain)
         if self.has_experts and config.shared_experts:
-            self.shared_experts = MLP(config, f"{stack}.shared_experts", rngs=rngs, constrain=constrain)
-        self.mlp_post_norm = norm_of(config, f"{stack}.mlp_post_norm")
-        add_parameters(self, config, f"{stack}.widen", rngs=rngs)
+            self.shared_experts = MLP(config, f"{name}.shared_experts", rngs=rngs, constrain=constrain)
+        self.mlp_post_norm = norm_of(config, f"{name}.mlp_post_norm")
+        add_parameters(self, config, f"{name}.widen", rngs=rngs)
         self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(
@@ -152,13 +153,39 @@ class DecoderLayer(nnx.Module):
         return self.constrain(x_MxLxD + self.mlp_post_norm(out_MxLxD), _STREAM)
 
 
+class LayerCycle(nnx.Module):
+    """One cycle of layers of several forms. Its attributes are their places: "0", "1" and so on."""
+
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
+        self.length = len(cycle_of(config))
+        for path, form in zip(layer_paths(config), cycle_of(config), strict=True):
+            setattr(self, path[-1], DecoderLayer(config, ".".join(path), form, rngs=rngs, constrain=constrain))
+
+    @property
+    def layers(self) -> list[DecoderLayer]:
+        """The layers, in order."""
+        return [getattr(self, str(place)) for place in range(self.length)]
+
+
+class NumberedLayer(NamedTuple):
+    """A layer, and what distinguishes it from the layers that share its program."""
+
+    module: DecoderLayer
+    is_local: jax.Array | bool
+    number: jax.Array | int | None  # among all layers; None in a model without experts
+
+
+LayerDef: TypeAlias = nnx.GraphDef[Any]  # of a layer or of a cycle of layers
+One = TypeVar("One", DecoderLayer, LayerCycle)
+
+
 class Decoder(nnx.Module):
     """A causal language model up to its last projection, which the loss fuses with the cross-entropy.
 
     Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per axis, from the table
     in `maxbatch.config.matrices`. Those of the layers are stacked on a leading axis "layers", whether the layers then
-    run in a loop or unrolled (`scan_layers`). First layers without experts are a stack of their own, which runs before
-    the others, outside of a layer runner.
+    run in a loop or unrolled (`scan_layers`). Layers of several forms are stacked as cycles, each run as one. First
+    layers without experts are a stack of their own, which runs before the others, outside of a layer runner.
 
     Args:
       config: the model keys, `dtype`, `weight_dtype`, `remat_policy`, `scan_layers`.
@@ -172,6 +199,7 @@ class Decoder(nnx.Module):
     positions: nnx.Param[jax.Array]  # if positions are learned
     output: nnx.Param[jax.Array]  # if it is not the embedding
     dense_layers: DecoderLayer  # stacked: the first layers, if they have no experts and the others have
+    layers: DecoderLayer | LayerCycle  # stacked
 
     def __init__(
         self,
@@ -187,8 +215,15 @@ class Decoder(nnx.Module):
 
         self.num_dense = config.first_num_dense_layers
         if self.num_dense:
-            self.dense_layers = _stack_of(config, DENSE_LAYERS, rngs, constrain)
-        self.layers = _stack_of(config, LAYERS, rngs, layer_runner.constrain if layer_runner else constrain)
+            dense = partial(DecoderLayer, config, DENSE_LAYERS, LayerForm(has_experts=False), constrain=constrain)
+            self.dense_layers = _stack_of(dense, self.num_dense, DENSE_LAYERS, rngs)
+        inside, cycle = layer_runner.constrain if layer_runner else constrain, cycle_of(config)
+        self.num_stacked, self.cycle_length = num_stacked(config), len(cycle)
+        if self.cycle_length == 1:
+            layer = partial(DecoderLayer, config, LAYERS, cycle[0], constrain=inside)
+            self.layers = _stack_of(layer, self.num_stacked, LAYERS, rngs)
+        else:
+            self.layers = _stack_of(partial(LayerCycle, config, constrain=inside), self.num_stacked, LAYERS, rngs)
         self.final_norm = norm_of(config, "final_norm")
         add_parameters(self, config, "output", rngs=rngs)
         self.constrain = constrain
@@ -198,7 +233,7 @@ class Decoder(nnx.Module):
         )
         self.logits_soft_cap: float = config.final_logits_soft_cap
         self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.from_config(config)
-        self.local_layers = is_local_layer(config.attention_type, num_layers(config))
+        self.local_layers = local_layers(config, num_layers(config))
         self.has_experts = FAMILIES[config.decoder_block].has_experts
         self.scan_layers = config.scan_layers
         self.remat = Remat.of(config.remat)
@@ -220,77 +255,91 @@ class Decoder(nnx.Module):
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
 
-        def layers_of(layerdef: nnx.GraphDef[DecoderLayer]) -> Layers[RoutingSums | None]:
+        def layers_of(layerdef: LayerDef) -> Layers[RoutingSums | None]:
             def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, RoutingSums | None]:
-                is_local = self._is_local(one)
-                rope = None if ropes is None else ropes.of(is_local, partial(lengths_in_segments, slots.segments_MxL))
-                return nnx.merge(layerdef, one.parameters)(x_MxLxD, slots, rope, is_local, one.number)
+                found: list[RoutingSums] = []
+                for module, is_local, number in self._in_order(layerdef, one):
+                    lengths = partial(lengths_in_segments, slots.segments_MxL)
+                    rope = None if ropes is None else ropes.of(is_local, lengths)
+                    x_MxLxD, sums = module(x_MxLxD, slots, rope, is_local, number)
+                    found += [] if sums is None else [sums]
+                if self.cycle_length > 1:
+                    return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found) if found else None
+                return x_MxLxD, found[0] if found else None
 
             return layer
 
-        def plainly(
-            layerdef: nnx.GraphDef[DecoderLayer], x_MxLxD: jax.Array, stacked: Stacked
-        ) -> tuple[jax.Array, RoutingSums | None]:
+        def plainly(layerdef: LayerDef, x_MxLxD: jax.Array, stacked: Stacked) -> tuple[jax.Array, RoutingSums | None]:
             in_loop = self.scan_layers and stacked.num_layers > 1
             layer = checkpointed(layers_of(layerdef), self.remat, in_loop)
             return _run_layers(layer, self.scan_layers, x_MxLxD, slots, stacked)
 
         slots = Slots(segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None)
         if self.num_dense:
-            layerdef, parameters = nnx.split(self.dense_layers)
+            layerdef, parameters = _split(self.dense_layers)
             x_MxLxD, _ = plainly(layerdef, x_MxLxD, Stacked(parameters))
-        layerdef, parameters = nnx.split(self.layers)
+        layerdef, parameters = _split(self.layers)
         if self.layer_runner is not None:
-            order = self.layer_runner.order(len(self.local_layers))
+            order = self.layer_runner.order(self.num_stacked)
             run = partial(_run_layers, layers_of(layerdef), self.scan_layers)
             x_MxLxD, sums = self.layer_runner(run, self._stacked(parameters, order), x_MxLxD, slots)
-            sums = jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums)
+            sums = self._by_layer(jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums))
             return Hidden(self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums)
         x_MxLxD, sums = plainly(layerdef, x_MxLxD, self._stacked(parameters))
-        return Hidden(self.final_norm(x_MxLxD), sums)
+        return Hidden(self.final_norm(x_MxLxD), self._by_layer(sums))
 
-    def empty_cache(self, num_rows: int, length: int) -> Cache:
-        """Returns a cache in the compute dtype with room for `length` tokens in each of B rows."""
-        kv_heads, *widths = self.layers.attention.cache_shape
-        count = self.num_dense + len(self.local_layers)
+    def _by_layer(self, sums: RoutingSums | None) -> RoutingSums | None:
+        """Returns the sums of all layers with experts in order, from those of each cycle."""
+        if self.cycle_length == 1:
+            return sums
+        by_layer: RoutingSums | None = jax.tree.map(lambda of_cycles: of_cycles.reshape(-1, *of_cycles.shape[2:]), sums)
+        return by_layer
 
-        def zeros(width: int) -> jax.Array:
-            zeros = jnp.zeros((count, num_rows, kv_heads, length, width), self.dtype)
-            return self.constrain(zeros, (None, "batch", "kv_heads", None, "head_dim"))
+    def empty_caches(self, num_rows: int, length: int) -> Caches:
+        """Returns caches in the compute dtype with room for `length` tokens in each of B rows."""
+        layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
 
-        keys, values = map(zeros, widths)
-        return Cache(keys, values)
+        def empty(layer: DecoderLayer) -> Cache:
+            kv_heads, *widths = layer.attention.cache_shape
+            shapes = [(self.num_dense + self.num_stacked, num_rows, kv_heads, length, width) for width in widths]
+            zeros = (jnp.zeros(shape, self.dtype) for shape in shapes)
+            keys, values = (self.constrain(x, (None, "batch", "kv_heads", None, "head_dim")) for x in zeros)
+            return Cache(keys, values)
 
-    def hidden_with_cache(
-        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, cache: Cache, limits_B: jax.Array | None = None
-    ) -> tuple[jax.Array, Cache]:
-        """Returns the stream after the final norm of T more tokens of each row, [B, T, D], and the cache with them.
+        return Caches(tuple(map(empty, layers)))
 
-        A token sees those before it in its row, which is one document from its start and whose slots are in the cache.
+    def hidden_with_caches(
+        self, tokens_BxT: jax.Array, positions_BxT: jax.Array, caches: Caches, limits_B: jax.Array | None = None
+    ) -> tuple[jax.Array, Caches]:
+        """Returns the stream after the final norm of T more tokens of each row, [B, T, D], and the caches with them.
+
+        A token sees those before it in its row, which is one document from its start and whose slots are in the caches.
         The layers run in a plain loop, and experts without a capacity.
 
         Args:
           positions_BxT: the tokens' neighbouring places in their rows, in [0, L).
           limits_B: the most tokens that each row will have, the same in every call, since LongRoPE rotates the keys of
-            long documents differently; None: the cache's length.
+            long documents differently; None: the length of the caches.
         """
         x_BxTxD = self._embedded(tokens_BxT, lambda: positions_BxT)
-        length = cache.num_positions
+        length = caches.num_positions
         lengths_Bx1 = jnp.full((1, 1), length) if limits_B is None else limits_B[:, None]
         longest = length if limits_B is None else sys.maxsize
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, length, longest)
 
         def run(
-            carried: tuple[jax.Array, Cache], layerdef: nnx.GraphDef[DecoderLayer], stacked: Stacked, first: int
-        ) -> tuple[jax.Array, Cache]:
+            carried: tuple[jax.Array, Caches], layerdef: LayerDef, stacked: Stacked, first: int
+        ) -> tuple[jax.Array, Caches]:
             def layer(
-                carried: tuple[jax.Array, Cache], numbered: tuple[jax.Array | int, Stacked]
-            ) -> tuple[tuple[jax.Array, Cache], None]:
-                (x_BxTxD, cache), (index, one) = carried, numbered
-                is_local = self._is_local(one)
-                rope = None if ropes is None else ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
-                module = nnx.merge(layerdef, one.parameters)
-                return module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local), None
+                carried: tuple[jax.Array, Caches], numbered: tuple[jax.Array | int, Stacked]
+            ) -> tuple[tuple[jax.Array, Caches], None]:
+                (x_BxTxD, caches), (index, one) = carried, numbered
+                found = []
+                for (module, is_local, _), cache in zip(self._in_order(layerdef, one), caches.places, strict=True):
+                    rope = None if ropes is None else ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
+                    x_BxTxD, cache = module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local)
+                    found.append(cache)
+                return (x_BxTxD, Caches(tuple(found))), None
 
             if self.scan_layers:
                 found, _ = jax.lax.scan(layer, carried, (first + jnp.arange(stacked.num_layers), stacked))
@@ -299,21 +348,32 @@ class Decoder(nnx.Module):
                 carried, _ = layer(carried, numbered)
             return carried
 
-        carried = (x_BxTxD, cache)
+        carried = (x_BxTxD, caches)
         if self.num_dense:
-            layerdef, parameters = nnx.split(self.dense_layers)
+            layerdef, parameters = _split(self.dense_layers)
             carried = run(carried, layerdef, Stacked(parameters), 0)
-        layerdef, parameters = nnx.split(self.layers)
-        x_BxTxD, cache = run(carried, layerdef, self._stacked(parameters), self.num_dense)
-        return self.final_norm(x_BxTxD), cache
+        layerdef, parameters = _split(self.layers)
+        x_BxTxD, caches = run(carried, layerdef, self._stacked(parameters), self.num_dense)
+        return self.final_norm(x_BxTxD), caches
 
     def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
         """Returns the layers to run, in order or in the order of a layer runner."""
-        order = np.arange(len(self.local_layers)) if order is None else order
-        numbers = self.num_dense + order.astype(np.int32) if self.has_experts else None
-        if len(set(self.local_layers)) == 1:
+        order = np.arange(self.num_stacked) if order is None else order
+        numbers = self.num_dense + self.cycle_length * order.astype(np.int32) if self.has_experts else None
+        if self.cycle_length > 1 or len(set(self.local_layers)) == 1:
             return Stacked(parameters, number=numbers)
         return Stacked(parameters, np.asarray(self.local_layers)[order], numbers)
+
+    def _in_order(self, layerdef: LayerDef, one: Stacked) -> list[NumberedLayer]:
+        """Returns the layers of one element of a stack: a layer, or those of a cycle."""
+        module = nnx.merge(layerdef, one.parameters)
+        if isinstance(module, DecoderLayer):
+            return [NumberedLayer(module, self._is_local(one), one.number)]
+        numbers = [None if one.number is None else one.number + place for place in range(module.length)]
+        return [
+            NumberedLayer(layer, bool(layer.is_local), number)
+            for layer, number in zip(module.layers, numbers, strict=True)
+        ]
 
     def _is_local(self, one: Stacked) -> jax.Array | bool:
         if one.is_local is None:
@@ -340,19 +400,29 @@ class Decoder(nnx.Module):
         return self.output[...] if hasattr(self, "output") else self.embedding[...].T
 
 
-def _stack_of(config: DecoderConfig, stack: str, rngs: nnx.Rngs, constrain: Constrain) -> DecoderLayer:
-    """Returns the layers of a stack as one, its parameters with a leading axis of the stack's name."""
+def _split(stack: DecoderLayer | LayerCycle) -> tuple[LayerDef, State]:
+    layerdef, parameters = nnx.split(stack)
+    return layerdef, parameters
 
-    @nnx.split_rngs(splits=num_layers(config, stack))
+
+def _stack_of(make: Callable[..., One], size: int, stack: str, rngs: nnx.Rngs) -> One:
+    """Returns so many layers, or cycles, as one, its parameters with a leading axis of the stack's name."""
+
+    @nnx.split_rngs(splits=size)
     @nnx.vmap
-    def stacked(rngs: nnx.Rngs) -> DecoderLayer:
-        return DecoderLayer(config, stack, rngs=rngs, constrain=constrain)
+    def stacked(rngs: nnx.Rngs) -> One:
+        return make(rngs=rngs)
 
-    layers = stacked(rngs)
+    layers: One = stacked(rngs)
+    _name_axis(layers, stack)
+    return layers
+
+
+def _name_axis(layers: nnx.Module, stack: str) -> None:
+    """Names the leading axis of the parameters of stacked layers."""
     for _, parameter in nnx.iter_graph(layers):
         if isinstance(parameter, nnx.Param):
             parameter.set_metadata(logical_axes=(stack, *parameter.get_metadata("logical_axes")))
-    return layers
 
 
 def places_in_segments(segments_MxL: jax.Array) -> jax.Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.families import is_local_layer
+from maxbatch.config.cycle import local_layers
 from maxbatch.config.matrices import attention_widths, parameters
 
 
@@ -22,7 +22,7 @@ def model_flops_per_token(config: DecoderConfig) -> int:
     multiplying = (
         row for row in parameters(config) if row.is_map or (row.name == "embedding" and config.logits_via_embedding)
     )
-    length, windows = config.max_target_length, is_local_layer(config.attention_type, config.base_num_decoder_layers)
+    length, windows = config.max_target_length, local_layers(config, config.base_num_decoder_layers)
     seen = (min(config.sliding_window_size, length) if local else length for local in windows)
     twice_seen = sum(2 * window - window * window // length for window in seen)
     matrices = sum(row.active_size(config) for row in multiplying)

@@ -9,7 +9,8 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.config.combined import PlanConfig
-from maxbatch.config.matrices import num_layers
+from maxbatch.config.cycle import cycle_of
+from maxbatch.config.matrices import num_layers, num_stacked
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
@@ -169,7 +170,7 @@ def check_model_fits(config: PlanConfig, shape: MeshShape) -> None:
             rule = f"the {axis} axis of {shape.sizes[axis]} must divide {_dimension(config, name)}"
             raise Refusal(config, next(iter(works)), rule, works)
     key, stages, repeats = "num_pipeline_repeats", shape.num_pipeline_stages, config.mesh.num_pipeline_repeats
-    most = num_layers(config.model) // stages if stages > 1 else 1
+    most = num_stacked(config.model) // stages if stages > 1 else 1
     if most % repeats:
         rule = "there is no pipeline to repeat with 1 stage"
         if stages > 1:
@@ -224,13 +225,15 @@ def _sampling_refusal(
 
 
 def _room(config: PlanConfig, axis: str) -> int:
-    """Returns the size of the model's dimension that an axis splits; for layers, the number in the pipeline."""
-    return num_layers(config.model) if axis == "pipeline" else int(config[_SPLIT[axis]])
+    """Returns the size of the model's dimension that an axis splits; of the pipeline: layers or cycles of layers."""
+    return num_stacked(config.model) if axis == "pipeline" else int(config[_SPLIT[axis]])
 
 
 def _dimension(config: PlanConfig, name: str) -> str:
     """Returns the statement of such a dimension."""
-    dense = config.model.first_num_dense_layers
+    dense, cycle = config.model.first_num_dense_layers, len(cycle_of(config.model))
+    if name == _SPLIT["pipeline"] and cycle > 1:
+        return f"the {num_stacked(config.model)} cycles of {cycle} layers in {stated(config, name)}"
     if name != _SPLIT["pipeline"] or not dense:
         return stated(config, name)
     return f"{stated(config, name)} - first_num_dense_layers={dense} = {num_layers(config.model)}"

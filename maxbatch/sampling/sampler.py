@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, NORMS
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.model.cache import Cache
+from maxbatch.model.cache import Cache, Caches
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
 from maxbatch.model.products import Adapted, product
@@ -299,7 +299,7 @@ def _responses(
     next_token = _NextToken.of(program, decoder, draw_ids_Bx3, limits_B, rules)
     end = _prefilled(program, decoder, prompts_RxP, lengths_R, limits_R, prompt_lengths_B, limits_B)
     for slots in _rooms(length, prompts_QxP.shape[1]):
-        end = end._replace(cache=end.cache.with_room_for(slots))
+        end = end._replace(caches=end.caches.with_room_for(slots))
         end = _drawn(next_token, end, slots, program.row_shards)
     logprobs_BxL = end.logprobs_BxL
     if program.rescores:
@@ -353,15 +353,14 @@ def _levels(cells: _Cells, room: int) -> list[_Cells]:
 
 def _drawn(next_token: _NextToken, loop: _Loop, room: int, shards: int) -> _Loop:
     """Returns the state once all responses have ended or reached `room` tokens; ended rows cost few steps."""
-    prompts = loop.cache.prompts
-    assert prompts is not None and loop.cache.starts_B is not None, "rows are behind their prompts"
-    num_prompts, rows = prompts.keys_NxBxKxLxh.shape[1], loop.done_B.size
+    num_prompts, rows = loop.caches.num_prompts, loop.done_B.size
     levels = _levels(_Cells(num_prompts // shards, rows // num_prompts), room)
     for number, (cells, fewer) in enumerate(zip(levels, [*levels[1:], _Cells(0, 1)], strict=True)):
 
         def is_going_on(now: _Loop, cells: _Cells = cells, fewer: _Cells = fewer) -> jax.Array:
-            assert now.cache.starts_B is not None, "rows are behind their prompts"
-            is_left_B = ~now.done_B & (now.lengths_B - now.cache.starts_B <= room)
+            starts_B = now.caches.starts_B
+            assert starts_B is not None, "rows are behind their prompts"
+            is_left_B = ~now.done_B & (now.lengths_B - starts_B <= room)
             left_SxC = is_left_B.reshape(shards, cells.number, cells.width).sum(axis=2)
             return jnp.any((-(-left_SxC // fewer.width)).sum(axis=1) > fewer.number)
 
@@ -399,21 +398,26 @@ class _Some:
 
     def taken(self, loop: _Loop) -> _Loop:
         """Returns the state of these rows."""
-        keys, values, prompts, starts_B = loop.cache
+        return _Loop(loop.caches.each(self._taken_cache), *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]))
+
+    def _taken_cache(self, cache: Cache) -> Cache:
+        keys, values, prompts, starts_B = cache
         assert prompts is not None, "rows are behind their prompts"
         shared = Cache(
             self._taken(prompts.keys_NxBxKxLxh, 1, self.prompts_SxC),
             self._taken(prompts.values_NxBxKxLxh, 1, self.prompts_SxC),
         )
         own_keys, own_values = (self._taken(x, 1, self.rows_SxR) for x in (keys, values))
-        cache = Cache(own_keys, own_values, shared, self._taken(starts_B, 0, self.rows_SxR))
-        return _Loop(cache, *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]))
+        return Cache(own_keys, own_values, shared, self._taken(starts_B, 0, self.rows_SxR))
 
     def put_back(self, loop: _Loop, part: _Loop) -> _Loop:
         """Returns the state of all rows, with these rows updated."""
-        keys, values = (self._put(x, 1, new) for x, new in zip(loop.cache[:2], part.cache[:2], strict=True))
-        cache = loop.cache._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
-        return _Loop(cache, *(self._put(x, 0, new) for x, new in zip(loop[1:], part[1:], strict=True)))
+        caches = Caches(tuple(map(self._put_cache, loop.caches.places, part.caches.places)))
+        return _Loop(caches, *(self._put(x, 0, new) for x, new in zip(loop[1:], part[1:], strict=True)))
+
+    def _put_cache(self, cache: Cache, part: Cache) -> Cache:
+        keys, values = (self._put(x, 1, new) for x, new in zip(cache[:2], part[:2], strict=True))
+        return cache._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
 
     def _taken(self, x: Any, axis: int, numbers_SxR: jax.Array) -> Any:
         def taken(x: jax.Array, numbers_R: jax.Array) -> jax.Array:
@@ -452,11 +456,11 @@ def _prefilled(
     tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
     tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
     positions_RxP = jax.lax.broadcasted_iota(jnp.int32, prompts_RxP.shape, 1)
-    empty = decoder.empty_cache(*prompts_RxP.shape)
-    _, cache = decoder.hidden_with_cache(prompts_RxP, positions_RxP, empty, limits_R)
+    empty = decoder.empty_caches(*prompts_RxP.shape)
+    _, caches = decoder.hidden_with_caches(prompts_RxP, positions_RxP, empty, limits_R)
     # A row reads its prompt's last token again, into its first slot, and draws the one after it.
-    cache, logprobs_BxL = cache.before(prompt_lengths_B - 1, 0), jnp.zeros(tokens_BxL.shape, jnp.float32)
-    return _Loop(cache, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
+    caches, logprobs_BxL = caches.before(prompt_lengths_B - 1, 0), jnp.zeros(tokens_BxL.shape, jnp.float32)
+    return _Loop(caches, tokens_BxL, logprobs_BxL, prompt_lengths_B, prompt_lengths_B >= limits_B)
 
 
 def _begin(
@@ -480,7 +484,7 @@ def _begin_with(
 ) -> _Loop:
     decoder = _gathered(nnx.merge(program.graphdef, params))
     loop = _prefilled(program, decoder, prompts_BxP, prompt_lengths_B, limits_B, prompt_lengths_B, limits_B)
-    return loop._replace(cache=loop.cache.with_room_for(slots))
+    return loop._replace(caches=loop.caches.with_room_for(slots))
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=2)
@@ -507,7 +511,7 @@ def _continue(
 class _Loop(NamedTuple):
     """The state between two tokens."""
 
-    cache: Cache
+    caches: Caches
     tokens_BxL: jax.Array
     logprobs_BxL: jax.Array
     lengths_B: jax.Array  # of prompt and response so far
@@ -537,7 +541,7 @@ class _NextToken:
         """Returns the state with one more token in each row that is not done."""
         last_Bx1 = loop.lengths_B[:, None] - 1
         token_Bx1 = jnp.take_along_axis(loop.tokens_BxL, last_Bx1, axis=1)
-        x_Bx1xD, cache = self.decoder.hidden_with_cache(token_Bx1, last_Bx1, loop.cache, self.limits_B)
+        x_Bx1xD, caches = self.decoder.hidden_with_caches(token_Bx1, last_Bx1, loop.caches, self.limits_B)
         logits_BxV = product(x_Bx1xD[:, 0], self.w_DxV, "bd,dv->bv", out_dtype=jnp.float32)
         logits_BxV = self.decoder.constrain(self.decoder.capped(logits_BxV), ("batch", None))
         drawn_B = self._draw(logits_BxV, jax.vmap(jax.random.fold_in)(self.keys_B, loop.lengths_B))
@@ -550,7 +554,7 @@ class _NextToken:
         done_B |= self.rules.ends_V[drawn_B]
         tokens_BxL = jnp.where(here_BxL, drawn_B[:, None], loop.tokens_BxL)
         logprobs_BxL = jnp.where(here_BxL, logprob_Bx1, loop.logprobs_BxL)
-        return _Loop(cache, tokens_BxL, logprobs_BxL, lengths_B, done_B)
+        return _Loop(caches, tokens_BxL, logprobs_BxL, lengths_B, done_B)
 
     def _draw(self, logits_BxV: jax.Array, keys_B: jax.Array) -> jax.Array:
         rules = self.rules

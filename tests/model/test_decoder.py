@@ -103,8 +103,8 @@ def test_sampled_rows_have_one_set_of_rope_factors_from_their_first_token_on(len
     decoder, tokens = decoder_of(*LONG_ROPE), tokens_of(2)[:, :length]
     expected = hidden(decoder, tokens, jnp.ones_like(tokens))
     positions, limits, prompt = jnp.broadcast_to(jnp.arange(length), tokens.shape), jnp.full(2, length), 8
-    cached = nnx.jit(Decoder.hidden_with_cache)
-    first, cache = cached(decoder, tokens[:, :prompt], positions[:, :prompt], decoder.empty_cache(2, prompt), limits)
+    cached = nnx.jit(Decoder.hidden_with_caches)
+    first, cache = cached(decoder, tokens[:, :prompt], positions[:, :prompt], decoder.empty_caches(2, prompt), limits)
     room = cache.with_room_for(LENGTH)
     rest, _ = cached(decoder, tokens[:, prompt:], positions[:, prompt:], room, limits)
     np.testing.assert_allclose(jnp.concatenate([first, rest], axis=1), expected, atol=1e-4)

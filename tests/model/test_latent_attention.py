@@ -37,14 +37,14 @@ def test_the_cache_of_latents_gives_what_the_whole_row_gives(keys: tuple[str, ..
     @jax.jit
     def both(params: nnx.State) -> tuple[jax.Array, jax.Array]:
         decoder = nnx.merge(graphdef, params)
-        cache, found = decoder.empty_cache(ROWS, LENGTH), []
+        cache, found = decoder.empty_caches(ROWS, LENGTH), []
         for begin, end in [(0, PROMPT), *((place, place + 1) for place in range(PROMPT, LENGTH))]:
             positions = jnp.broadcast_to(jnp.arange(begin, end), (ROWS, end - begin))
-            hidden, cache = decoder.hidden_with_cache(tokens[:, begin:end], positions, cache)
+            hidden, cache = decoder.hidden_with_caches(tokens[:, begin:end], positions, cache)
             found.append(hidden)
         return decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD, jnp.concatenate(found, axis=1)
 
-    cache = decoder.empty_cache(ROWS, LENGTH)
+    [cache] = decoder.empty_caches(ROWS, LENGTH).places
     assert [array.shape for array in (cache.keys_NxBxKxLxh, cache.values_NxBxKxLxh)] == [
         (4, ROWS, 1, LENGTH, 16 + 8), (4, ROWS, 1, LENGTH, 16),
     ]  # fmt: skip

@@ -18,7 +18,7 @@ from maxbatch.data.stream.stream import open_stream
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.export.model import export_model
 from maxbatch.huggingface.export.peft import export_adapters
-from maxbatch.model.cache import Cache
+from maxbatch.model.cache import Caches
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.training.pretraining import train
@@ -138,15 +138,15 @@ def test_log_probabilities_with_the_cache_are_those_of_transformers(family: Refe
     _, graphdef, params = load(family.folder, scan)
 
     @jax.jit
-    def logprobs(params: nnx.State, tokens: jax.Array, first: jax.Array, cache: Cache) -> tuple[jax.Array, Cache]:
+    def logprobs(params: nnx.State, tokens: jax.Array, first: jax.Array, caches: Caches) -> tuple[jax.Array, Caches]:
         decoder = nnx.merge(graphdef, params)
         positions = first + jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        hidden, cache = decoder.hidden_with_cache(tokens, positions, cache)
-        return jax.nn.log_softmax(decoder.capped(hidden @ decoder.output_projection())), cache
+        hidden, caches = decoder.hidden_with_caches(tokens, positions, caches)
+        return jax.nn.log_softmax(decoder.capped(hidden @ decoder.output_projection())), caches
 
-    cache, found = nnx.merge(graphdef, params).empty_cache(2, LENGTH), []
+    caches, found = nnx.merge(graphdef, params).empty_caches(2, LENGTH), []
     for begin, end in [(0, prompt), *((place, place + 1) for place in range(prompt, LENGTH))]:
-        of_vocabulary, cache = logprobs(params, TOKENS_2xL[:, begin:end], jnp.int32(begin), cache)
+        of_vocabulary, caches = logprobs(params, TOKENS_2xL[:, begin:end], jnp.int32(begin), caches)
         found.append(of_vocabulary)
     next_token = np.concatenate(found, axis=1)[:, :-1]
     got = np.take_along_axis(next_token, TOKENS_2xL[:, 1:, None], axis=-1)[..., 0]

@@ -18,6 +18,7 @@ from maxbatch.commands.compiling import programs_of
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.config import Config
+from maxbatch.config.cycle import cycle_of
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
 from maxbatch.config.pins import texts_fixing
@@ -140,7 +141,8 @@ class CompilerOracle:
 def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     """Returns roughly the bytes of one row per batch shard: what all layers keep and what one layer works with.
 
-    A layer keeps its input, and what its policy names; under `none` about twice the outputs of its matrices.
+    A layer, or a cycle of several forms, keeps its input, and what its policy names; under `none` about twice the
+    outputs of its matrices.
     """
     model = config.model
     rows = [row for row in parameters(model) if row.kept]
@@ -148,14 +150,15 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     for row in (row for row in rows if row.path[0] == LAYERS):
         outputs = math.prod(row.shape(model)[axis] for axis in row.groups[1])
         sizes[row.kept] += outputs * (model.num_experts_per_tok if row.per_expert else 1)
-    inner = model.base_mlp_dim if model.num_experts == 1 else model.num_experts_per_tok * moe_mlp_dim(model)
+    of_experts, cycle = model.num_experts_per_tok * moe_mlp_dim(model), cycle_of(model)
+    inner = sum(of_experts if form.has_experts else model.base_mlp_dim for form in cycle)
     products = sum(sizes.values()) + inner
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(config.remat)
     kept = 0 if INPUT in remat.on_host else model.base_emb_dim
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
-    per_token = value * (kept * config.base_num_decoder_layers + 4 * products)
+    per_token = value * (kept * config.base_num_decoder_layers // len(cycle) + 4 * products)
     per_device: float = per_token * slots_per_sample(config) / (axes["tensor"] * axes["context"] * axes["pipeline"])
     return per_device
 

@@ -135,7 +135,7 @@ class HuggingFaceFolder:
         family = FAMILIES[config.decoder_block]
         if not any(name.startswith(family.prefix) for name in stored):
             stored = {family.prefix + name: tensor for name, tensor in stored.items()}
-        places = parameter_places(config.decoder_block, _without_bias(config.decoder_block, abstract_params))
+        places = parameter_places(config, _without_bias(config, abstract_params))
         tied_output = f"{family.modules['output']}.weight" if config.logits_via_embedding else ""
         stored = _without_predicting(stored, config.base_num_decoder_layers)
         _check_tensors(self._folder, stored, tensor_shapes(places), tied_output)
@@ -157,10 +157,10 @@ def _number(stated: bytes, hashed: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(stated + b"\0" + hashed, digest_size=16).digest(), "little")
 
 
-def _without_bias(decoder_block: str, abstract_params: State) -> State:
+def _without_bias(config: ModelConfig, abstract_params: State) -> State:
     """Returns the parameters that a folder of the family holds: routers begin without a bias if it has none."""
     flat = nnx.to_flat_state(abstract_params)
-    layouts = layouts_of(decoder_block)
+    layouts = layouts_of(config)
     state: State = nnx.from_flat_state(item for item in flat if item[0][-1] != ROUTED_BIAS or item[0] in layouts)
     return state
 

@@ -9,8 +9,10 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
+from maxbatch.config.cycle import cycle_of
 from maxbatch.config.families import FAMILIES, Family
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, TABLES, Parameter, ParameterPath
+from maxbatch.config.matrices import LAYERS, Parameter, ParameterPath, possible_parameters
+from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.folder.safetensors import StoredTensor
 from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
@@ -48,10 +50,10 @@ class TensorLayout(NamedTuple):
         return parameter.transpose(order).reshape(self.shape(parameter.shape))
 
 
-def layouts_of(decoder_block: str) -> dict[ParameterPath, TensorLayout]:
-    """Returns the layouts of all parameters that the tensors of a family may hold."""
-    family = FAMILIES[decoder_block]
-    names = {row: name for row in TABLES[decoder_block] if (name := _tensor(family, row))}
+def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
+    """Returns the layouts of all parameters that the tensors of a model's family may hold."""
+    family = FAMILIES[model.decoder_block]
+    names = {row: name for row in possible_parameters(model) if (name := _tensor(family, row))}
     found: dict[ParameterPath, TensorLayout] = {}
     for row, name in names.items():
         inputs, outputs = (tuple(axis - row.per_expert for axis in group) for group in row.groups)
@@ -61,7 +63,7 @@ def layouts_of(decoder_block: str) -> dict[ParameterPath, TensorLayout]:
         if holds_experts:
             inputs, outputs = row.groups
             axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
-        together = tuple(other.path for other in names if names[other] == name and other.path[0] == row.path[0])
+        together = tuple(other.path for other in names if names[other] == name and other.layer == row.layer)
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
         found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, row.is_float32)
     return found
@@ -69,7 +71,7 @@ def layouts_of(decoder_block: str) -> dict[ParameterPath, TensorLayout]:
 
 def _tensor(family: Family, row: Parameter) -> str | None:
     """Returns the name of the tensor that holds a parameter; None if the family has none."""
-    within = row.name.removeprefix(f"{row.path[0]}.") if row.is_stacked else row.name
+    within = ".".join(row.path[len(row.layer) :])
     module = family.modules.get(re.sub(r"[._](scale|bias)$", "", within))
     before, after = f"{family.layer}." if row.is_stacked else "", "bias" if row.name.endswith("bias") else "weight"
     if whole := family.tensors.get(within):
@@ -84,7 +86,8 @@ class TensorPlace(NamedTuple):
     shape: tuple[int, ...]  # of the parameter, in one layer and of one expert
     first: int  # where its part begins along the layout's joined axis
     stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
-    first_layer: int = 0  # the number of the first layer of its stack
+    first_layer: int = 0  # the number of the first layer that has one
+    layer_step: int = 1  # layers of a cycle, of which one has one
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
@@ -94,9 +97,13 @@ class TensorPlace(NamedTuple):
     @property
     def names(self) -> list[str]:
         """The tensors' names, in the order of `parts`."""
-        first = np.asarray([self.first_layer, 0])[: len(self.stacked)]
-        numbers = (tuple(first + part) for part in self.parts)
+        numbers = ((*(self.layers[layer] for layer in part[:1]), *part[1:]) for part in self.parts)
         return [self.layout.name.format(**dict(zip(("layer", "expert"), part, strict=False))) for part in numbers]
+
+    @property
+    def layers(self) -> range:
+        """The numbers of the layers that have one."""
+        return range(self.first_layer, self.first_layer + self.layer_step * self.stacked[0], self.layer_step)
 
     @property
     def part_shape(self) -> tuple[int, ...]:
@@ -121,31 +128,35 @@ class TensorPlace(NamedTuple):
         return slice(self.first, self.first + self.part_shape[axis])
 
 
-def parameter_places(decoder_block: str, params: State) -> dict[ParameterPath, TensorPlace]:
+def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, TensorPlace]:
     """Returns the place of each parameter, or of its abstract shape, in the tensors of its family.
 
     Raises:
       ConfigError: the family has no such parameter.
     """
     shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
-    layouts = layouts_of(decoder_block)
-    per_expert = {row.path for row in TABLES[decoder_block] if row.per_expert}
-    num_dense = next((shape[0] for path, shape in shapes.items() if path[0] == DENSE_LAYERS), 0)
+    layouts, cycle_length = layouts_of(model), len(cycle_of(model))
+    rows = {row.path: row for row in possible_parameters(model)}
 
     def place(path: ParameterPath) -> TensorPlace:
         if path not in layouts:
             name = ".".join(path)
-            raise ConfigError(f"decoder_block={decoder_block}: Hugging Face's family has no parameter like {name}")
-        layout = layouts[path]
-        stacked = shapes[path][: path[0] in (DENSE_LAYERS, LAYERS)]
-        if path in per_expert:
+            raise ConfigError(
+                f"decoder_block={model.decoder_block}: Hugging Face's family has no parameter like {name}"
+            )
+        layout, row = layouts[path], rows[path]
+        stacked = shapes[path][: row.is_stacked]
+        if row.per_expert:
             stacked = shapes[path][: 1 if layout.has_experts else 2]
         shape = shapes[path][len(stacked) :]
         before = layout.joined[: layout.joined.index(path)] if layout.joined else ()
         first = len(before)
         if not layout.has_experts:
             first = sum(place(other).part_shape[layout.joined_axis] for other in before)
-        return TensorPlace(layout, shape, first, stacked, num_dense if path[0] == LAYERS else 0)
+        if path[0] != LAYERS:
+            return TensorPlace(layout, shape, first, stacked)
+        first_layer = model.first_num_dense_layers + sum(map(int, row.layer[1:]))
+        return TensorPlace(layout, shape, first, stacked, first_layer, cycle_length)
 
     return {path: place(path) for path in shapes}
 

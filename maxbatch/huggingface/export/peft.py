@@ -14,6 +14,7 @@ import numpy as np
 
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.matrices import ParameterPath
+from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places
 from maxbatch.huggingface.export.model import DTYPE_NAMES, copy_tokenizer, new_folder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
@@ -74,7 +75,7 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
     target = new_folder(output)
     config, base, adapters, params = load_adapters(run, averaged)
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    modules = _modules(config.decoder_block, adapters, base)
+    modules = _modules(config.model, adapters, base)
     stored_as = DTYPE_NAMES[dtype or "float32"]
     tensors = {name: tensor.astype(DTYPES[stored_as]) for name, tensor in _tensors(modules, arrays)}
     with writing(output):
@@ -89,8 +90,8 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
     return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
 
 
-def _modules(decoder_block: str, adapters: Adapters, base: State) -> list[Module]:
-    places = parameter_places(decoder_block, base)
+def _modules(model: ModelConfig, adapters: Adapters, base: State) -> list[Module]:
+    places = parameter_places(model, base)
     targets = {target.path: target for target in adapters.targets(base)}
     found = {}
     for path in targets:
@@ -99,9 +100,8 @@ def _modules(decoder_block: str, adapters: Adapters, base: State) -> list[Module
         parts = tuple(AdaptedPart(targets[path], places[path]) for path in group if path in targets)
         num_inputs = math.prod(targets[path].shape[1 : 1 + targets[path].num_inputs])
         num_outputs = sum(math.prod(places[path].shape) for path in group) // num_inputs
-        first, [num_layers] = places[path].first_layer, places[path].stacked
-        layers = range(first, first + num_layers)
-        found[path[0], layout.name] = Module(layout.name.removesuffix(".weight"), layers, parts, num_outputs)
+        layers = places[path].layers
+        found[layers, layout.name] = Module(layout.name.removesuffix(".weight"), layers, parts, num_outputs)
     return list(found.values())
 
 

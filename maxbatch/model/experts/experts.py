@@ -54,8 +54,8 @@ class Experts(nnx.Module):
     expert_down_bias: nnx.Param[jax.Array]
     routed_bias: nnx.Param[jax.Array]  # if the model has it
 
-    def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, constrain: Constrain):
-        add_parameters(self, config, "layers.experts", rngs=rngs)
+    def __init__(self, config: ModelConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
+        add_parameters(self, config, name, rngs=rngs)
         self.config = config
         family = FAMILIES[config.decoder_block]
         self.has_biases = family.has_expert_biases

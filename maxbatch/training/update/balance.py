@@ -6,7 +6,7 @@ experts, so terms and gradients do not depend on the cut of the batch. Reference
 al. 2024 (https://arxiv.org/abs/2408.15664); on the loads of a whole batch Qiu et al. 2025
 (https://arxiv.org/abs/2501.11873).
 
-Shapes: N layers with experts, E experts, k experts of a token.
+Shapes: N layers with experts, C cycles of layers, S of whose layers have experts, E experts, k experts of a token.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.matrices import ROUTED_BIAS, num_layers
+from maxbatch.config.cycle import cycle_of
+from maxbatch.config.matrices import ROUTED_BIAS, ParameterPath, layer_paths, num_sparse_layers
 from maxbatch.model.experts.routing import RoutingSums, carried
-from maxbatch.parallel.trees import State, Tree
+from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.trees import KeyPath, State, Tree
 
 _IS_BIAS = nnx.PathContains(ROUTED_BIAS)
 
@@ -48,7 +50,8 @@ class Scale(NamedTuple):
 class Balance:
     """The balance keys of a model with experts."""
 
-    num_layers: int
+    num_layers: int  # with experts
+    sparse_layers: tuple[ParameterPath, ...]  # the paths of a cycle's layers with experts
     num_experts: int
     num_experts_per_tok: int
     loss_weight: float
@@ -62,7 +65,9 @@ class Balance:
         if config.num_experts == 1:
             return None
         return cls(
-            num_layers(config), config.num_experts, config.num_experts_per_tok,
+            num_sparse_layers(config),
+            tuple(p for p, form in zip(layer_paths(config), cycle_of(config), strict=True) if form.has_experts),
+            config.num_experts, config.num_experts_per_tok,
             config.load_balance_loss_weight, config.load_balance_scope == "global", config.router_z_loss_weight,
             config.routed_bias_update_rate,
         )  # fmt: skip
@@ -115,7 +120,13 @@ class Balance:
         # The sign of mean - count in whole numbers; of the mean's fraction only its existence matters.
         below_NxE = mean_Nx1 - counts_NxE
         sign_NxE = jnp.where(below_NxE == 0, jnp.sign(over_Nx1), jnp.sign(below_NxE))
-        stepped = jax.tree.map(lambda bias_NxE: bias_NxE + self.bias_rate * sign_NxE.astype(jnp.float32), bias)
+        step_NxE = self.bias_rate * sign_NxE.astype(jnp.float32)
+        step_CxSxE = step_NxE.reshape(-1, len(self.sparse_layers), self.num_experts)
+
+        def with_step(path: KeyPath, bias_CxE: jax.Array) -> jax.Array:
+            return bias_CxE + step_CxSxE[:, self.sparse_layers.index(parameter_path(path)[:-2])]
+
+        stepped: State = jax.tree.map_with_path(with_step, bias)
         return nnx.merge_state(stepped, rest)
 
 

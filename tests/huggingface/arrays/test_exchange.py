@@ -53,7 +53,7 @@ def random_folder(folder: Path, decoder_block: str) -> Path:
     config = load_config(
         overrides=[f"decoder_block={decoder_block}", "max_target_length=16", *SIZES, *KEYS[decoder_block]]
     )
-    shapes = tensor_shapes(parameter_places(decoder_block, abstract_model(config.decoder)[1]))
+    shapes = tensor_shapes(parameter_places(config.model, abstract_model(config.decoder)[1]))
     rng = np.random.default_rng(0)
     folder.mkdir()
     arrays = (rng.normal(size=shape).astype(np.float32) for shape in shapes.values())
@@ -81,7 +81,7 @@ def test_every_row_is_read_once_and_reaches_the_devices_that_hold_it(
     mesh = make_mesh(load_config(overrides=overrides), jax.devices()[: int(np.prod(list(axes.values())))])
     config, _, expected = load_parameters(folder, overrides, mesh)
     abstract = abstract_model(config.decoder)[1]
-    stored, places = stored_tensors(folder), parameter_places(decoder_block, abstract)
+    stored, places = stored_tensors(folder), parameter_places(config.model, abstract)
     count: Counter[str] = Counter()
     names = {tensor.offset: name for name, tensor in stored.items()}
     rows = StoredTensor.rows
@@ -112,7 +112,7 @@ def test_no_device_has_a_whole_tensor_while_they_exchange_it(axes: dict[str, int
     sizes = ["base_emb_dim=64", "base_mlp_dim=256", "base_num_decoder_layers=2"]
     config = load_config(overrides=[*sizes, *(f"ici_{axis}_parallelism={size}" for axis, size in axes.items())])
     mesh, abstract = make_mesh(config), abstract_model(config.decoder)[1]
-    place = parameter_places("llama2", abstract)["layers", "mlp", "gate"]
+    place = parameter_places(config.model, abstract)["layers", "mlp", "gate"]
     sharding = parameter_shardings(abstract, mesh)["layers"]["mlp"]["gate"].get_value()
     exchange = exchange_of(place, sharding, 3)
     whole = jax.ShapeDtypeStruct((2, *place.shape), np.float32, sharding=sharding)

@@ -40,7 +40,7 @@ def write_model(folder: Path, family: str) -> dict[str, np.ndarray]:
     keys += ["use_qk_norm=true"] if family != "mixtral" else []
     keys += ["base_moe_mlp_dim=24"] if family == "qwen3_moe" else []
     config = load_config(overrides=[*keys, "logits_via_embedding=false"])
-    places = parameter_places(family, abstract_model(config.decoder)[1])
+    places = parameter_places(config.model, abstract_model(config.decoder)[1])
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(places).items()}
     folder.mkdir()
@@ -67,7 +67,7 @@ def test_every_expert_becomes_its_part_of_a_parameter_and_comes_out_again(family
 
 def test_a_folder_of_deepseek_comes_out_as_it_went_in_with_a_bias_in_float32(tmp_path: Path) -> None:
     config = load_config(overrides=["model_name=tiny-deepseek", "logits_via_embedding=false"])
-    places = parameter_places("deepseek", abstract_model(config.decoder)[1])
+    places = parameter_places(config.model, abstract_model(config.decoder)[1])
     rng = np.random.default_rng(0)
     tensors = {name: rng.normal(size=shape).astype(np.float32) for name, shape in tensor_shapes(places).items()}
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
@@ -144,4 +144,4 @@ def test_a_run_without_a_bias_is_exported_with_one_of_zeros_and_loaded_as_one_th
 def test_a_bias_that_the_family_lacks_is_refused_by_name() -> None:
     config = load_config(overrides=["model_name=tiny-moe", "routed_bias=true"])
     with pytest.raises(ConfigError, match=r"no parameter like layers\.experts\.routed_bias"):
-        parameter_places("qwen3_moe", abstract_model(config.decoder)[1])
+        parameter_places(config.model, abstract_model(config.decoder)[1])

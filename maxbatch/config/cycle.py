@@ -1,0 +1,49 @@
+"""The forms of a decoder's layers. Where they differ, the layers repeat a cycle of forms.
+
+A place in the cycle is the number of a layer modulo the length of the cycle.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from maxbatch.config.families import FAMILIES, LOCAL, Family, is_local_layer
+from maxbatch.config.sections import ModelConfig
+
+
+class LayerForm(NamedTuple):
+    """The form of a layer, in what the layers of one model may differ."""
+
+    has_experts: bool  # in place of an MLP
+    is_local: bool | None = None  # whether it sees a window only; None: as `attention_type` states for each layer
+
+
+def possible_forms(family: Family) -> tuple[LayerForm, ...]:
+    """Returns the forms that layers of a family may have."""
+    if not family.has_cycle:
+        return (LayerForm(family.has_experts),)
+    return tuple(LayerForm(has_experts, is_local=False) for has_experts in (False, True))
+
+
+def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
+    """Returns the form of each place in the cycle that the layers repeat; of most families it has one place.
+
+    Its length is the least common multiple of the periods that the keys state.
+    """
+    family = FAMILIES[model.decoder_block]
+    if not family.has_cycle:
+        return possible_forms(family)
+    windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
+    return tuple(
+        LayerForm(has_experts=(place + 1) % experts_step == 0, is_local=windows[place % len(windows)].strip() == LOCAL)
+        for place in range(math.lcm(len(windows), experts_step))
+    )
+
+
+def local_layers(model: ModelConfig, num_layers: int) -> tuple[bool, ...]:
+    """Returns whether each of so many layers sees a window only."""
+    cycle = cycle_of(model)
+    stated = is_local_layer(model.attention_type, num_layers)
+    forms = (cycle[layer % len(cycle)] for layer in range(num_layers))
+    return tuple(one if form.is_local is None else form.is_local for one, form in zip(stated, forms, strict=True))
