@@ -8,7 +8,7 @@ from flax import nnx
 
 from maxbatch import load_config
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import num_layers, parameters
+from maxbatch.config.matrices import num_stacked, parameters
 from maxbatch.model.parameters import parameter_path
 from maxbatch.training.update.state import abstract_model
 
@@ -32,6 +32,7 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
     if not record.has_experts:
         return FORMS[form]
     width = ("attention_output_dim=48",) if record.has_narrow_experts else ()
+    width += ("interleave_moe_layer_step=2", "base_num_decoder_layers=4") if record.has_cycle else ()
     return (*EXPERTS, *width, *(FORMS_OF_LATENTS if record.has_latents else FORMS_OF_EXPERTS)[form])
 
 
@@ -47,7 +48,7 @@ def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, fo
     model = config.model
     expected = {}
     for row in parameters(model):
-        stack = [(row.path[0], num_layers(model, row.path[0]))] if row.is_stacked else []
+        stack = [(row.path[0], num_stacked(model, row.path[0]))] if row.is_stacked else []
         axes = [*stack, *zip(row.axes, row.shape(model), strict=True)]
         expected[row.path] = tuple(size for _, size in axes), tuple(name for name, _ in axes)
     assert found == expected

@@ -125,6 +125,16 @@ def test_narrow_experts_route_and_balance_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
+def test_a_cycle_of_layers_with_and_without_experts_is_one_run_on_all_layouts(tmp_path):
+    envy = ("decoder_block=envy", "interleave_moe_layer_step=2", "base_num_decoder_layers=4", "steps=2", UNSAVED)
+    expected = run(tmp_path / "whole", "", *envy, UNMEASURED)
+    layouts = {"experts, tensor and fsdp": ("scan_layers=true",), "experts and pipeline": (), RESUMED: ()}
+    for layout, keys in layouts.items():
+        found = run(tmp_path / layout, layout, *envy, *keys, UNMEASURED)
+        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
+
+
 def bias_of(run_dir: Path) -> np.ndarray:
     """Returns the routers' bias in the newest checkpoint of a run: float32[layers, experts]."""
     leaves = jax.tree.leaves_with_path(load_model(run_dir).params)

@@ -115,6 +115,12 @@ def _is_original_length(t: Translation, _: str) -> bool:
     return stated is not None and stated <= (original or 4096)
 
 
+def _is_cycle(t: Translation, word: str) -> bool:
+    """Returns whether layers repeat after the stated number of them."""
+    cycle, step = (int(t.number(name) or 1) for name in (word, "interleave_moe_layer_step"))
+    return step > 0 and cycle % step == 0
+
+
 MODEL_RULES: Mapping[str, Rule] = {
     "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern, "sinks": _sinks,
     "double_layers": _double_layers, "activations": _activations, "yarn": _yarn,
@@ -129,6 +135,7 @@ MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_sigmoid": lambda t, _: _activation(t) == "sigmoid,linear",
     "is_scaled": lambda t, _: t.text("rope_use_scale", "true").lower() != "false",
     "is_interleaved": lambda t, word: t.text(word, "true").lower() == "true",
+    "is_cycle": _is_cycle,
     "is_original_length": _is_original_length,
     "is_attended": lambda t, word: t.number(word) == t.number("attention_output_dim"),
 }

@@ -299,6 +299,30 @@ def test_experts_narrower_than_the_stream_are_those_of_maxtext(tmp_path: Path) -
     assert fates["moe_expert_input_dim"].is_essential
 
 
+ENVY = """decoder_block: envy
+base_num_decoder_layers: 4
+num_experts: 8
+use_qk_norm: true
+use_post_ffw_norm: true
+load_balance_loss_weight: 0.01
+interleave_moe_layer_step: 2
+inhomogeneous_layer_cycle_interval: 2
+"""
+
+
+def test_experts_in_every_nth_layer_are_those_of_maxtext(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{ENVY}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.decoder_block, config.interleave_moe_layer_step, config.norm_topk_prob) == ("envy", 2, True)
+    other = ENVY.replace("interval: 2", "interval: 3")
+    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{other}")
+    assert fates["inhomogeneous_layer_cycle_interval"].is_essential
+    _, fates = imported(
+        "maxtext", tmp_path / "n.yml", f"{SYNTHETIC}{ENVY}".replace("ffw_norm: true", "ffw_norm: false")
+    )
+    assert fates["use_post_ffw_norm"].is_essential
+
+
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
         imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")
