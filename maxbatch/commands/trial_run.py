@@ -100,6 +100,7 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
         "num_experts_per_tok": min(config.num_experts_per_tok, _EXPERTS // 2),
         "base_moe_mlp_dim": _MLP // 4 if has_experts else -1,
         "sliding_window_size": min(config.sliding_window_size, _LENGTH // 2),
+        "chunk_attn_window_size": min(config.chunk_attn_window_size, _LENGTH // 2),
         "trainable_position_size": min(config.trainable_position_size, _LENGTH),
         **factors,
         **{name: min(int(config[name]), largest) for name, largest in most.items()},

@@ -16,7 +16,9 @@ class LayerForm(NamedTuple):
     """The form of a layer, in what the layers of one model may differ."""
 
     has_experts: bool  # in place of an MLP
-    is_local: bool | None = None  # whether it sees a window only; None: as `attention_type` states for each layer
+    # Whether it sees a window or a chunk only; None: as `attention_type` states for each layer.
+    is_local: bool | None = None
+    has_rope: bool = True  # in a model with RoPE
 
 
 def possible_forms(family: Family) -> tuple[LayerForm, ...]:
@@ -35,10 +37,14 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
     if not family.has_cycle:
         return possible_forms(family)
     windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
-    return tuple(
-        LayerForm(has_experts=(place + 1) % experts_step == 0, is_local=windows[place % len(windows)].strip() == LOCAL)
-        for place in range(math.lcm(len(windows), experts_step))
-    )
+    unrotated_step, has_chunks = max(0, model.nope_layer_interval), model.chunk_attn_window_size > 0
+
+    def form(place: int) -> LayerForm:
+        has_rope = unrotated_step == 0 or (place + 1) % unrotated_step > 0
+        is_local = has_rope if has_chunks else windows[place % len(windows)].strip() == LOCAL
+        return LayerForm((place + 1) % experts_step == 0, is_local, has_rope)
+
+    return tuple(map(form, range(math.lcm(len(windows), experts_step, unrotated_step or 1))))
 
 
 def local_layers(model: ModelConfig, num_layers: int) -> tuple[bool, ...]:

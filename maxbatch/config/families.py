@@ -43,7 +43,9 @@ class Family:
     norm_adds_one: bool = False  # a norm multiplies by 1 + scale
     norms_before: bool = True  # the input of attention and of the MLP is normalised
     norms_after: Literal["none", "both", "mlp"] = "none"  # their outputs are normalised before they join the stream
-    qk_norm_over: Literal["head", "heads"] = "head"  # scope of `use_qk_norm`: each head, or all heads together
+    # What `use_qk_norm` normalises: each head, all heads together, or each rotated head, without a scale.
+    qk_norm_over: Literal["head", "heads", "rotated"] = "head"
+    rotates_neighbours: bool = False  # RoPE turns neighbouring columns of a head, not columns of its two halves
     scales_embedding: bool = False  # the embedding is multiplied by the root of its width
     has_biases: bool = False  # attention_out_bias and mlp_projection_bias, whatever these keys say
     has_experts: bool = False  # its MLPs are experts; a router chooses some for each token
@@ -55,6 +57,8 @@ class Family:
     # Attention's output has a width of its own. It does not join the stream: it is normalised and goes to the experts,
     # whose output joins after a projection to the stream's width.
     has_narrow_experts: bool = False
+    # A token's scores, sigmoid, multiply the inputs of its experts; without it weights multiply their outputs.
+    weighs_inputs: bool = False
     # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
     has_latents: bool = False
     own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
@@ -77,6 +81,7 @@ class Family:
     # Whole tensor names, by ours. A name without an expert's number is one tensor of all experts, inputs first; modules
     # that share such a name alternate along its last axis.
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    experts_alternate: bool = True  # otherwise modules that share such a name follow each other along that axis
     layer: str = "model.layers.{layer}"  # prefix of a layer's module names
     inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
     prefix: str = ""  # prefix of its tensors' names; older files lack it
@@ -257,6 +262,32 @@ _QWEN3_CUSTOM_MOE = Family(
     decoder_block="qwen3_custom_moe", has_experts=True, has_narrow_experts=True,
     own_keys=("attention_output_dim",), modules={},
 )  # fmt: skip
+_LLAMA4 = Family(
+    decoder_block="llama4", model_type="llama4_text", architecture="Llama4ForCausalLM",
+    has_experts=True, has_cycle=True, qk_norm_over="rotated", rotates_neighbours=True, weighs_inputs=True,
+    own_keys=(
+        "interleave_moe_layer_step", "nope_layer_interval", "chunk_attn_window_size", "temperature_tuning",
+        "temperature_floor_scale", "temperature_attn_scale", "shared_experts", "routed_score_func",
+    ),
+    defaults={
+        "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_experts": 16,
+        "num_experts_per_tok": 1, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
+        "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
+        "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True,
+    },
+    fields={"num_experts": "num_local_experts"}, bias_fields=("attention_bias",),
+    modules={
+        **_MODULES, "experts.router": "feed_forward.router",
+        **{f"mlp.{part}": f"feed_forward.{part}_proj" for part in ("gate", "up", "down")},
+        **{f"shared_experts.{part}": f"feed_forward.shared_expert.{part}_proj" for part in ("gate", "up", "down")},
+    },
+    tensors={
+        "experts.expert_gate": "feed_forward.experts.gate_up_proj",
+        "experts.expert_up": "feed_forward.experts.gate_up_proj",
+        "experts.expert_down": "feed_forward.experts.down_proj",
+    },
+    experts_alternate=False,
+)  # fmt: skip
 # MaxText's own: the transformers library has no such family.
 _ENVY = Family(
     decoder_block="envy", norms_after="mlp", has_experts=True, has_cycle=True, always_normalises=True,
@@ -285,6 +316,7 @@ FAMILIES: dict[str, Family] = {
         _GPT_OSS,
         _DEEPSEEK,
         _QWEN3_CUSTOM_MOE,
+        _LLAMA4,
         _ENVY,
     )
 }

@@ -164,6 +164,9 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
     def normalised(heads: str) -> Axes:
         return ("head_dim",) if family.qk_norm_over == "head" else (heads, "head_dim")
 
+    def has_scaled_norm(model: ModelConfig) -> bool:
+        return model.use_qk_norm and family.qk_norm_over != "rotated"
+
     def has_out_bias(model: ModelConfig) -> bool:
         return model.attention_out_bias or family.has_biases
 
@@ -185,8 +188,8 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.out_bias", (attended_norm,), has=has_out_bias),
             *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
-            Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=lambda m: m.use_qk_norm),
-            Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=lambda m: m.use_qk_norm),
+            Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=has_scaled_norm),
+            Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=has_scaled_norm),
         )
 
     def latent_rows(attention: str) -> tuple[Parameter, ...]:
@@ -251,7 +254,7 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
             *(norm(f"{stack}.mlp_norm", attended_norm) if family.norms_before else ()),
             *(experts_rows(f"{stack}.experts") if has_experts else mlp_rows(f"{stack}.mlp")),
-            *(shared_rows(f"{stack}.shared_experts") if family.has_latents and has_experts else ()),
+            *(shared_rows(f"{stack}.shared_experts") if "shared_experts" in family.own_keys and has_experts else ()),
             *((widen(f"{stack}.widen"),) if family.has_narrow_experts else ()),
             *(norm(f"{stack}.mlp_post_norm") if family.norms_after != "none" else ()),
         )

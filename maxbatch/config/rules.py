@@ -300,8 +300,8 @@ def _check_layers(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     if config.rope_type == "longrope":
         _check_factors(config, fault)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
-    if high <= low:
-        raise fault("rope_high_freq_factor", f"greater than rope_low_freq_factor={low:g}", 4 * low)
+    if high < low:
+        raise fault("rope_high_freq_factor", f"at least rope_low_freq_factor={low:g}", 4 * low)
 
 
 def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
@@ -310,6 +310,13 @@ def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     if layers % length:
         rule = f"a multiple of {length}, the layers of a cycle of forms"
         raise fault("base_num_decoder_layers", rule, max(1, round(layers / length)) * length)
+    if config.chunk_attn_window_size and LOCAL in config.attention_type:
+        raise fault("chunk_attn_window_size", f"0 beside attention_type={config.attention_type}", 0)
+    step = config.nope_layer_interval
+    if config.temperature_tuning and step == -1:
+        raise fault("temperature_tuning", "false beside nope_layer_interval=-1: all layers have RoPE", "false")
+    if step != -1 and config.trainable_position_size > 0:
+        raise fault("nope_layer_interval", "-1 beside trainable_position_size, which leaves out RoPE", -1)
 
 
 # Keys without effect in a model without experts.
@@ -320,7 +327,8 @@ _OF_EXPERTS = (
 )  # fmt: skip
 # Keys of the forms of some families only, and keys of forms that DeepSeek's lacks.
 _OF_SOME = (
-    "interleave_moe_layer_step", "attention_output_dim",
+    "interleave_moe_layer_step", "nope_layer_interval", "chunk_attn_window_size", "temperature_tuning",
+    "temperature_floor_scale", "temperature_attn_scale", "attention_output_dim",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
     "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
 )  # fmt: skip
@@ -371,14 +379,18 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
     if not family.has_experts:
         return
     _check_narrow(config, block, fault)
-    normalises = {"norm_topk_prob": "true"} if family.always_normalises and not config.norm_topk_prob else {}
+    needs = {"norm_topk_prob": "true"} if family.always_normalises else {}
+    needs = {"routed_score_func": "sigmoid", "norm_topk_prob": "false"} if family.weighs_inputs else needs
+    needed = {name: text for name, text in needs.items() if keys[name].write(config[name]) != text}
     if num_experts < 2:
         choices, best, groups = config.num_experts_per_tok, config.topk_routing_group, max(1, config.n_routing_groups)
         least = max(8, groups * max(2, -(-choices // (best if 0 < best <= groups else groups))))
-        several = {"num_experts": str(-(-least // groups) * groups)} | normalises
+        several = {"num_experts": str(-(-least // groups) * groups)} | needed
         raise refuse("num_experts", f"at least 2 beside {block}, whose layers have experts", several)
-    if normalises:
-        raise refuse("norm_topk_prob", f"true beside {block}, which always normalises", normalises)
+    if needed:
+        name, value = next(iter(needed.items()))
+        why = "always normalises" if family.always_normalises else "multiplies the experts' inputs by their scores"
+        raise refuse(name, f"{value} beside {block}, which {why}", needed)
     if config.num_experts_per_tok > num_experts:
         groups, best = config.n_routing_groups, config.topk_routing_group
         most = min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts

@@ -283,6 +283,16 @@ class ModelConfig(Section, changes="the model's computation"):
     sliding_window_size: int = key(0,
         "tokens visible to a token in a local_sliding layer, itself included; 0: no such layer", MODEL, FROM_ZERO,
         "tokens")
+    chunk_attn_window_size: int = key(0, "llama4: tokens of a chunk; in a layer with RoPE a token sees its chunk of "
+        "the document alone; 0: no chunks", MODEL, FROM_ZERO, "tokens")
+    nope_layer_interval: int = key(-1,
+        "llama4: layers from one without RoPE and chunks to the next; -1: all have RoPE", MODEL, COUNT_OR_OFF, "layers")
+    temperature_tuning: bool = key(False, "llama4: true: scores of layers without RoPE are multiplied by 1 + "
+        "temperature_attn_scale ln(1 + floor(tokens so far / temperature_floor_scale))", MODEL)
+    temperature_floor_scale: int = key(8192,
+        "llama4: tokens of a document between two steps of temperature_tuning", MODEL, COUNT, "tokens", maxtext=OURS)
+    temperature_attn_scale: float = key(0.1,
+        "llama4: factor of the logarithm of temperature_tuning", MODEL, POSITIVE, maxtext=OURS)
     attn_logits_soft_cap: float = key(0, "c > 0: scores s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     final_logits_soft_cap: float = key(0, "c > 0: logits s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     query_pre_attn_scalar: float | None = key(None,
@@ -330,13 +340,14 @@ class ModelConfig(Section, changes="the model's computation"):
     base_moe_mlp_dim: int = key(-1, "hidden width of an expert; -1: base_mlp_dim", MODEL, COUNT_OR_OFF)
     norm_topk_prob: bool = key(False, "true: the weights of a token's experts are divided by their sum", MODEL)
     shared_experts: int = key(0,
-        "deepseek: number of shared experts, computed as one MLP for every token", MODEL, FROM_ZERO, "experts")
+        "deepseek, llama4: number of shared experts, computed as one MLP for every token", MODEL, FROM_ZERO, "experts")
     first_num_dense_layers: int = key(0,
         "deepseek: first layers with an MLP of base_mlp_dim in place of experts", MODEL, FROM_ZERO, "layers")
     interleave_moe_layer_step: int = key(1,
-        "envy: every n-th layer has experts, and the others an MLP of base_mlp_dim", MODEL, COUNT, "layers")
+        "envy, llama4: layers from one with experts to the next; those between have an MLP of base_mlp_dim",
+        MODEL, COUNT, "layers")
     routed_score_func: Literal["softmax", "sigmoid"] = key("softmax",
-        "softmax | sigmoid (deepseek): a router's scores of experts", MODEL)
+        "softmax | sigmoid (deepseek, llama4): a router's scores of experts", MODEL)
     routed_scaling_factor: float = key(1.0, "deepseek: multiplies the weights of a token's experts", MODEL, POSITIVE)
     n_routing_groups: int = key(-1,
         "deepseek: groups of neighbouring experts; a group's score is the sum of its two largest; -1: none", MODEL,

@@ -6,18 +6,24 @@ T new tokens, G = H / K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
 from maxbatch.model.cache import Cache
-from maxbatch.model.norms import Norm, norm_of, unchanged
+from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
-from maxbatch.model.rope import Rope, apply_rope
-from maxbatch.model.scores import PLAIN, ScoreRules, soft_capped
+from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
+from maxbatch.model.scores import PLAIN, Growth, ScoreRules, soft_capped
+from maxbatch.model.segments import chunks_of_segments, places_in_segments
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain, unconstrained
@@ -181,7 +187,7 @@ def _cache_logits(
     distances_BxTxL = positions_BxT[:, :, None] - slots_BxL[:, None]
     visible_BxTxL = is_held_BxL[:, None] & (distances_BxTxL >= 0)
     if scores.is_local is not False:
-        visible_BxTxL &= scores.in_window(distances_BxTxL)
+        visible_BxTxL &= scores.in_window(distances_BxTxL, positions_BxT[:, :, None])
     return logits, visible_BxTxL
 
 
@@ -214,7 +220,15 @@ class Attention(nnx.Module):
         add_parameters(self, config, name, rngs=rngs)
         self.query_norm, self.key_norm = (norm_of(config, f"{name}.{part}_norm") for part in ("query", "key"))
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
-        self.scores = ScoreRules(scale, config.attn_logits_soft_cap, config.sliding_window_size)
+        chunk = config.chunk_attn_window_size
+        window = chunk or config.sliding_window_size
+        self.scores = ScoreRules(scale, config.attn_logits_soft_cap, window, has_chunks=chunk > 0)
+        family = FAMILIES[config.decoder_block]
+        self.rotates_neighbours = family.rotates_neighbours
+        self.norms_rotated = config.use_qk_norm and family.qk_norm_over == "rotated"
+        self.epsilon = config.normalization_layer_epsilon
+        self.growth = Growth(config.temperature_floor_scale, config.temperature_attn_scale)
+        self.grows = config.temperature_tuning
         self.constrain, self.quantization = constrain, config.quantization
         self.implementation = implementation_on(config, constrain)
 
@@ -226,7 +240,9 @@ class Attention(nnx.Module):
         factor = 1.0
         if rope is not None and self.implementation == "splash":  # its kernel takes scaled queries: rounded once
             factor, scores = scores.scale or self.query.shape[-1] ** -0.5, scores._replace(scale=1.0)
-        q, k, v = self._queries_keys_values(x_MxLxD, rope, factor)
+        q, k, v = self._queries_keys_values(x_MxLxD, rope, partial(places_in_segments, segments_MxL), factor)
+        if scores.has_chunks and is_local is True:
+            segments_MxL = chunks_of_segments(segments_MxL, scores.window)
         joined_MxLxD = self._joined(attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks))
         return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
 
@@ -244,7 +260,7 @@ class Attention(nnx.Module):
         It is the plain implementation, whatever the model was trained with. Positions are int32, the tokens' places in
         their rows and their slots; the tables of these positions are [B, T, h/2] each.
         """
-        q, k, v = self._queries_keys_values(x_BxTxD, rope)
+        q, k, v = self._queries_keys_values(x_BxTxD, rope, lambda: positions_BxT)
         cache = cache.write(layer, positions_BxT, k, v)
         scores = self.scores._replace(is_local=is_local)
         return self._joined(attend_to_cache(q, cache.layer(layer), positions_BxT, scores, self._sinks)), cache
@@ -260,14 +276,23 @@ class Attention(nnx.Module):
         return self.sinks[...] if hasattr(self, "sinks") else None
 
     def _queries_keys_values(
-        self, x_MxLxD: jax.Array, rope: Rope | None, factor: float = 1.0
+        self, x_MxLxD: jax.Array, rope: Rope | None, places: Callable[[], jax.Array], factor: float = 1.0
     ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns rotated queries, times `factor`, rotated keys, and values."""
+        """Returns rotated queries, times `factor`, rotated keys, and values.
+
+        Args:
+          places: returns the places of the tokens in their documents, int32[M, L].
+        """
+
+        def weight(name: str) -> Any:
+            found = getattr(self, name)[...]
+            turns = self.rotates_neighbours and rope is not None and not name.startswith("value")
+            return neighbours_apart(found, found.shape[-1]) if turns else found
 
         def heads(name: str, norm: Norm = unchanged) -> jax.Array:
-            out = product(x_MxLxD, getattr(self, name)[...], "mld,dnh->mlnh", self.quantization)
+            out = product(x_MxLxD, weight(name), "mld,dnh->mlnh", self.quantization)
             if hasattr(self, f"{name}_bias"):
-                bias = getattr(self, f"{name}_bias")[...].astype(x_MxLxD.dtype)
+                bias = weight(f"{name}_bias").astype(x_MxLxD.dtype)
                 # It adds one constant to all scores of a query, which softmax ignores. Its gradient is rounding error,
                 # which an optimizer such as Adam would turn into whole steps.
                 is_shift = norm is unchanged and rope is None  # the key moves by the same everywhere
@@ -279,11 +304,16 @@ class Attention(nnx.Module):
 
         def rotated(name: str, norm: Norm, factor: float = 1.0) -> jax.Array:
             x_MxLxHxh = heads(name, norm)
+            if rope is not None and self.norms_rotated:  # its gradient needs its input
+                turned = apply_rope(kept(x_MxLxHxh, MATRICES[name].kept), rope, self.constrain.platform)
+                return of_unit_size(turned, self.epsilon, factor)
             if rope is not None:
                 x_MxLxHxh = apply_rope(x_MxLxHxh, rope, self.constrain.platform, factor)
             return kept(x_MxLxHxh, MATRICES[name].kept) if norm is unchanged else x_MxLxHxh
 
         q_MxLxHxh = rotated("query", self.query_norm, factor)
+        if self.grows and rope is None:
+            q_MxLxHxh = (self.growth.at(places())[:, :, None, None] * q_MxLxHxh).astype(x_MxLxD.dtype)
         k_MxLxKxh = rotated("key", self.key_norm)
         return q_MxLxHxh, k_MxLxKxh, kept(heads("value"), MATRICES["value"].kept)
 

@@ -34,6 +34,7 @@ from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope, RopeKeys, Ropes
 from maxbatch.model.scores import soft_capped
+from maxbatch.model.segments import lengths_in_segments, places_in_segments
 from maxbatch.model.stacked import Stacked, Static
 from maxbatch.parallel.pipeline import Layers
 from maxbatch.parallel.remat import Remat, checkpointed, kept
@@ -84,7 +85,7 @@ class DecoderLayer(nnx.Module):
         self.attention = attention(config, f"{name}.attention", rngs=rngs, constrain=constrain)
         self.attention_post_norm = norm_of(config, f"{name}.attention_post_norm")
         self.mlp_norm = norm_of(config, f"{name}.mlp_norm")
-        self.has_experts, self.is_local = form.has_experts, form.is_local
+        self.has_experts, self.is_local, self.has_rope = form.has_experts, form.is_local, form.has_rope
         if self.has_experts:
             self.experts = Experts(config, f"{name}.experts", rngs=rngs, constrain=constrain)
         else:
@@ -260,7 +261,7 @@ class Decoder(nnx.Module):
                 found: list[RoutingSums] = []
                 for module, is_local, number in self._in_order(layerdef, one):
                     lengths = partial(lengths_in_segments, slots.segments_MxL)
-                    rope = None if ropes is None else ropes.of(is_local, lengths)
+                    rope = ropes.of(is_local, lengths) if ropes and module.has_rope else None
                     x_MxLxD, sums = module(x_MxLxD, slots, rope, is_local, number)
                     found += [] if sums is None else [sums]
                 if self.cycle_length > 1:
@@ -336,7 +337,9 @@ class Decoder(nnx.Module):
                 (x_BxTxD, caches), (index, one) = carried, numbered
                 found = []
                 for (module, is_local, _), cache in zip(self._in_order(layerdef, one), caches.places, strict=True):
-                    rope = None if ropes is None else ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
+                    rope = None
+                    if ropes is not None and module.has_rope:
+                        rope = ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
                     x_BxTxD, cache = module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local)
                     found.append(cache)
                 return (x_BxTxD, Caches(tuple(found))), None
@@ -423,22 +426,6 @@ def _name_axis(layers: nnx.Module, stack: str) -> None:
     for _, parameter in nnx.iter_graph(layers):
         if isinstance(parameter, nnx.Param):
             parameter.set_metadata(logical_axes=(stack, *parameter.get_metadata("logical_axes")))
-
-
-def places_in_segments(segments_MxL: jax.Array) -> jax.Array:
-    """Returns the place of each token in its document, whose tokens are neighbours: int32[M, L], 0 for the first."""
-    places_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
-    is_first_MxL = (segments_MxL != jnp.roll(segments_MxL, 1, axis=1)) | (places_MxL == 0)
-    return places_MxL - jax.lax.cummax(jnp.where(is_first_MxL, places_MxL, 0), axis=1)
-
-
-def lengths_in_segments(segments_MxL: jax.Array) -> jax.Array:
-    """Returns the number of tokens in the document of each token: int32[M, L]."""
-    slots_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
-    length = segments_MxL.shape[1]
-    is_last_MxL = (segments_MxL != jnp.roll(segments_MxL, -1, axis=1)) | (slots_MxL == length - 1)
-    last_MxL = jax.lax.cummin(jnp.where(is_last_MxL, slots_MxL, length), axis=1, reverse=True)
-    return last_MxL - slots_MxL + places_in_segments(segments_MxL) + 1
 
 
 def _run_layers(

@@ -14,7 +14,7 @@ def model_flops_per_token(config: DecoderConfig) -> int:
     and of a layer's experts only those that the token goes to), and
     12 * H * h for attention per layer and token that is seen (h is the mean width of a key and a value, where they
     differ): L / 2 of them, because it is causal, and in a layer with
-    a window of W < L tokens W - W * W / 2L, since the first W tokens of a row see fewer.
+    a window of W < L tokens W - W * W / 2L, since the first W tokens of a row see fewer; in chunks of W it is W / 2.
 
     Reference: Chowdhery et al. 2022, PaLM (https://arxiv.org/abs/2204.02311), appendix B.
     """
@@ -23,7 +23,8 @@ def model_flops_per_token(config: DecoderConfig) -> int:
         row for row in parameters(config) if row.is_map or (row.name == "embedding" and config.logits_via_embedding)
     )
     length, windows = config.max_target_length, local_layers(config, config.base_num_decoder_layers)
-    seen = (min(config.sliding_window_size, length) if local else length for local in windows)
-    twice_seen = sum(2 * window - window * window // length for window in seen)
+    chunk = config.chunk_attn_window_size
+    seen = (min(chunk or config.sliding_window_size, length) if local else length for local in windows)
+    twice_seen = sum(window if chunk else 2 * window - window * window // length for window in seen)
     matrices = sum(row.active_size(config) for row in multiplying)
     return 6 * matrices + 3 * twice_seen * config.base_num_query_heads * sum(attention_widths(config))

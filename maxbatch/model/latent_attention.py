@@ -24,7 +24,7 @@ from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import Adapted, features_last, product
-from maxbatch.model.rope import Rope, apply_rope
+from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import ScoreRules
 from maxbatch.parallel.remat import kept
 from maxbatch.parallel.sharding import Constrain
@@ -116,7 +116,7 @@ class LatentAttention(nnx.Module):
             down_MxLxc = product(x_MxLxD, self.query_down[...], "mld,dc->mlc", self.quantization)
             down_MxLxc = self.constrain(down_MxLxc, ("batch", "length", *MATRICES["query_down"].outputs))
             x_MxLxD, name = self.query_down_norm(kept(down_MxLxc, MATRICES["query_down"].kept)), "query_up"
-        w_DxHxh = _neighbours_apart(getattr(self, name)[...].astype(x_MxLxD.dtype), self.rotated)
+        w_DxHxh = neighbours_apart(getattr(self, name)[...].astype(x_MxLxD.dtype), self.rotated)
         q_MxLxHxh = product(x_MxLxD, w_DxHxh, "mld,dnh->mlnh", self.quantization)
         q_MxLxHxh = self.constrain(q_MxLxHxh, ("batch", "length", *MATRICES["query_up"].outputs))
         q_MxLxHxn, q_MxLxHxr = jnp.split(kept(q_MxLxHxh, MATRICES["query_up"].kept), [self.unrotated], axis=-1)
@@ -124,7 +124,7 @@ class LatentAttention(nnx.Module):
 
     def _latents(self, x_MxLxD: jax.Array, rope: Rope | None) -> tuple[jax.Array, jax.Array]:
         """Returns the normalised latents of keys and values, and the rotated part of keys, which has one head."""
-        w_Dxcr = _neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
+        w_Dxcr = neighbours_apart(self.latent[...].astype(x_MxLxD.dtype), self.rotated)
         both_MxLxcr = product(x_MxLxD, w_Dxcr, "mld,dc->mlc", self.quantization)
         both_MxLxcr = self.constrain(both_MxLxcr, ("batch", "length", *MATRICES["latent"].outputs))
         split = [both_MxLxcr.shape[-1] - self.rotated]
@@ -136,17 +136,6 @@ class LatentAttention(nnx.Module):
 
     def _joined(self, attended_MxLxHxv: jax.Array) -> jax.Array:
         return product(attended_MxLxHxv, self.out[...], "mlnh,nhd->mld", self.quantization)
-
-
-def _neighbours_apart(weight: jax.Array | Adapted, rotated: int) -> jax.Array | Adapted:
-    """Reorders the rotated outputs (the last ones) from neighbouring pairs to halves: even columns first."""
-
-    def apart(w: jax.Array) -> jax.Array:
-        others, pairs = jnp.split(w, [w.shape[-1] - rotated], axis=-1)
-        pairs = pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
-        return jnp.concatenate([others, pairs], axis=-1)
-
-    return weight.with_outputs(apart) if isinstance(weight, Adapted) else apart(weight)
 
 
 def _scale(config: DecoderConfig) -> float:

@@ -54,6 +54,13 @@ def norm_of(config: ModelConfig, name: str, epsilon: float | None = None) -> Nor
     return RMSNorm(config, name, config.normalization_layer_epsilon if epsilon is None else epsilon)
 
 
+def of_unit_size(x_MxLxHxh: jax.Array, epsilon: float, factor: float = 1.0) -> jax.Array:
+    """Returns x / rms(x) of each head, without a scale, times `factor`; in float32, and in x's dtype."""
+    x = x_MxLxHxh.astype(jnp.float32)
+    inverse_rms = jax.lax.rsqrt(jnp.mean(jnp.square(x), axis=-1, keepdims=True) + epsilon)
+    return (x * (inverse_rms * factor)).astype(x_MxLxHxh.dtype)
+
+
 def unchanged(x: jax.Array) -> jax.Array:
     """Returns x as it is, where the model has no norm."""
     return x

@@ -15,7 +15,7 @@ import numpy as np
 
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import ModelConfig
-from maxbatch.model.products import quarter_turn
+from maxbatch.model.products import Adapted, quarter_turn
 
 Rope = tuple[jax.Array, jax.Array]
 
@@ -102,6 +102,17 @@ class Ropes:
         return _where(is_local, _at(positions_MxL, self._local), found)
 
 
+def neighbours_apart(weight: jax.Array | Adapted, rotated: int) -> jax.Array | Adapted:
+    """Reorders the rotated outputs (the last ones) from neighbouring pairs to halves: even columns first."""
+
+    def apart(w: jax.Array) -> jax.Array:
+        others, pairs = jnp.split(w, [w.shape[-1] - rotated], axis=-1)
+        pairs = pairs.reshape(*pairs.shape[:-1], rotated // 2, 2).swapaxes(-1, -2).reshape(pairs.shape)
+        return jnp.concatenate([others, pairs], axis=-1)
+
+    return weight.with_outputs(apart) if isinstance(weight, Adapted) else apart(weight)
+
+
 def apply_rope(x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: float = 1.0) -> jax.Array:
     """Rotates each pair (i, i + h/2) of the heads by its position's angle, in float32; returns x's dtype.
 
@@ -181,6 +192,8 @@ def _llama3_share(keys: RopeKeys, frequencies: np.ndarray) -> np.ndarray:
     """
     turns = keys.original_max_position_embeddings * frequencies / (2 * math.pi)
     low, high = keys.rope_low_freq_factor, keys.rope_high_freq_factor
+    if high == low:
+        return (turns > low).astype(np.float64)
     return np.clip((turns - low) / (high - low), 0, 1)
 
 

@@ -15,14 +15,36 @@ class ScoreRules(NamedTuple):
 
     scale: float | None = None  # of the products; None: 1 / sqrt(h)
     soft_cap: float = 0.0  # c > 0: scores s become c tanh(s / c)
-    window: int = 0  # tokens that a local layer sees, its own included
+    window: int = 0  # tokens that a local layer sees, its own included; of its chunk of as many, if it has chunks
+    has_chunks: bool = False  # whether a local layer sees the chunk of its document; segments are then chunks
     is_local: jax.Array | bool = False  # whether the layer is local; traced where a loop runs layers of both kinds
     implementation: Kernel = "dot_product"
 
-    def in_window(self, distances: jax.Array) -> jax.Array:
-        """Returns whether a layer that may be local sees tokens at these distances."""
+    def in_window(self, distances: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        """Returns whether a layer that may be local sees tokens at these distances.
+
+        Args:
+          positions: of the tokens that look, in their documents; None: segments tell chunks apart.
+        """
         near = distances < self.window
+        if self.has_chunks and positions is not None:
+            near = distances <= positions % self.window
         return near if isinstance(self.is_local, bool) else near | ~self.is_local
+
+
+class Growth(NamedTuple):
+    """The growth of scores with a token's place in its document, in layers without RoPE.
+
+    Reference: Nakanishi 2025 (https://arxiv.org/abs/2501.19399), as Llama 4 has it.
+    """
+
+    floor_scale: int  # tokens of a step
+    attn_scale: float
+
+    def at(self, places_MxL: jax.Array) -> jax.Array:
+        """Returns what multiplies the scores of tokens at these places, float32[M, L]."""
+        steps = jnp.floor((places_MxL.astype(jnp.float32) + 1.0) / self.floor_scale)
+        return jnp.log1p(steps) * self.attn_scale + 1.0
 
 
 PLAIN = ScoreRules()

@@ -94,7 +94,8 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "num_experts_per_tok", "base_moe_mlp_dim", "norm_topk_prob", "routed_bias", "rope_truncate",
         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale",
         "shared_experts", "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups",
-        "topk_routing_group",
+        "topk_routing_group", "interleave_moe_layer_step", "chunk_attn_window_size", "nope_layer_interval",
+        "temperature_tuning", "temperature_floor_scale", "temperature_attn_scale",
         "adam_b1_half_life", "adam_b2_half_life", "parameter_average_half_life",
     }  # fmt: skip
 

@@ -14,6 +14,7 @@ COMMON = {
 }  # fmt: skip
 LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
                "high_freq_factor": 4.0, "original_max_position_embeddings": 32}  # fmt: skip
+SHARP_ROPE = LLAMA3_ROPE | {"high_freq_factor": 1.0}  # as Llama 4's, which stretches no pair in part
 YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.5],
              "long_factor": [1.0, 2.5, 4.0, 6.0]}  # fmt: skip
@@ -23,6 +24,10 @@ DEEPSEEK: dict[str, Any] = {
     "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "q_lora_rank": 12, "kv_lora_rank": 10,
     "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6, "routed_scaling_factor": 1.7,
     "rope_parameters": YARN_ROPE | {"mscale": 1.0, "mscale_all_dim": 1.0},
+}  # fmt: skip
+LLAMA4: dict[str, Any] = {
+    "intermediate_size_mlp": 40, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "floor_scale": 5,
+    "attention_chunk_size": WINDOW,
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 
@@ -85,6 +90,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "DeepseekV3",
         DEEPSEEK | {"rope_parameters": DEEPSEEK["rope_parameters"] | {"mscale": 0.7, "mscale_all_dim": 1.3}},
     ),
+    "llama4": ("Llama4Text", LLAMA4 | {"interleave_moe_layer_step": 2, "rope_parameters": SHARP_ROPE}),
+    "llama4_whole": (
+        "Llama4Text",
+        LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "no_rope_layers": [1] * 4},
+    ),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True}),
     "gpt2_exact": ("GPT2", {"num_key_value_heads": 4, "activation_function": "gelu"}),
@@ -110,6 +120,7 @@ FAMILY_MODELS = (
     "olmoe",
     "gpt_oss",
     "deepseek",
+    "llama4",
 )
 
 

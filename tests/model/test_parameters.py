@@ -31,9 +31,11 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
     record = FAMILIES[family]
     if not record.has_experts:
         return FORMS[form]
-    width = ("attention_output_dim=48",) if record.has_narrow_experts else ()
-    width += ("interleave_moe_layer_step=2", "base_num_decoder_layers=4") if record.has_cycle else ()
-    return (*EXPERTS, *width, *(FORMS_OF_LATENTS if record.has_latents else FORMS_OF_EXPERTS)[form])
+    own = ("attention_output_dim=48",) if record.has_narrow_experts else ()
+    own += ("interleave_moe_layer_step=2", "base_num_decoder_layers=4") if record.has_cycle else ()
+    if record.weighs_inputs:
+        own += ("routed_score_func=sigmoid", "norm_topk_prob=false", "shared_experts=1")
+    return (*EXPERTS, *(FORMS_OF_LATENTS if record.has_latents else FORMS_OF_EXPERTS)[form], *own)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
+from maxbatch.config.cycle import LayerForm
 from maxbatch.config.loading import keys
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.experts.routing import Slots
@@ -21,7 +22,9 @@ from tests.helpers.tiny import tiny_config
 def kept_values(policy: str, *overrides: str) -> int:
     """Returns how many numbers of its tokens a layer keeps besides its input."""
     config = tiny_config(f"remat_policy={policy}", *overrides)
-    graphdef, parameters = nnx.split(DecoderLayer(config, rngs=nnx.Rngs(0), constrain=unconstrained), nnx.Param)
+    dense = LayerForm(has_experts=False)
+    one = DecoderLayer(config, "layers", dense, rngs=nnx.Rngs(0), constrain=unconstrained)
+    graphdef, parameters = nnx.split(one, nnx.Param)
     length = config.max_target_length
     rope = rope_tables(length, config.head_dim, 10_000)
     x_MxLxD = jnp.ones((2, length, config.base_emb_dim), config.dtype)

@@ -125,12 +125,18 @@ def test_narrow_experts_route_and_balance_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
-def test_a_cycle_of_layers_with_and_without_experts_is_one_run_on_all_layouts(tmp_path):
-    envy = ("decoder_block=envy", "interleave_moe_layer_step=2", "base_num_decoder_layers=4", "steps=2", UNSAVED)
-    expected = run(tmp_path / "whole", "", *envy, UNMEASURED)
-    layouts = {"experts, tensor and fsdp": ("scan_layers=true",), "experts and pipeline": (), RESUMED: ()}
+def test_a_cycle_of_layers_of_several_forms_is_one_run_on_all_layouts(tmp_path):
+    """Layers with RoPE and an MLP in chunks alternate with layers without RoPE and with experts."""
+    cycle = (
+        "decoder_block=llama4", "norm_topk_prob=false", "routed_score_func=sigmoid", "shared_experts=1",
+        "use_qk_norm=true", "interleave_moe_layer_step=2", "nope_layer_interval=2", "chunk_attn_window_size=5",
+        "temperature_tuning=true", "temperature_floor_scale=4", "base_num_decoder_layers=4", "steps=2", UNSAVED,
+    )  # fmt: skip
+    expected = run(tmp_path / "whole", "", *cycle)
+    of_context = "context and fsdp, products kept"
+    layouts = {"experts, tensor and fsdp": ("scan_layers=true",), "experts and pipeline": (), of_context: ()}
     for layout, keys in layouts.items():
-        found = run(tmp_path / layout, layout, *envy, *keys, UNMEASURED)
+        found = run(tmp_path / layout, layout, *cycle, *keys)
         assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 

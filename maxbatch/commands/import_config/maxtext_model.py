@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 
@@ -117,8 +118,10 @@ def _is_original_length(t: Translation, _: str) -> bool:
 
 def _is_cycle(t: Translation, word: str) -> bool:
     """Returns whether layers repeat after the stated number of them."""
-    cycle, step = (int(t.number(name) or 1) for name in (word, "interleave_moe_layer_step"))
-    return step > 0 and cycle % step == 0
+    cycle, experts, unrotated = (
+        int(t.number(name) or 1) for name in (word, "interleave_moe_layer_step", "nope_layer_interval")
+    )
+    return cycle % math.lcm(max(1, experts), max(1, unrotated)) == 0
 
 
 MODEL_RULES: Mapping[str, Rule] = {

@@ -32,7 +32,8 @@ class TensorLayout(NamedTuple):
     axes: Axes  # for each axis of the tensor the parameter's axes that it joins, the outer first
     joined: tuple[ParameterPath, ...] = ()  # the parameters that the tensor holds one after another, if several
     joined_axis: int = 0  # the tensor's axis along which they follow each other
-    has_experts: bool = False  # whether the tensor holds all experts; parameters of one name then take turns
+    has_experts: bool = False  # whether the tensor holds all experts
+    alternates: bool = False  # whether its parameters take turns along the joined axis
     is_float32: bool = False  # whether it is float32 whatever the type of the others
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,7 +66,8 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
             axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
         together = tuple(other.path for other in names if names[other] == name and other.layer == row.layer)
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
-        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, row.is_float32)
+        alternates = holds_experts and bool(joined) and family.experts_alternate
+        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, alternates, row.is_float32)
     return found
 
 
@@ -123,7 +125,7 @@ class TensorPlace(NamedTuple):
 
     def _part(self, axis: int) -> slice:
         """Returns its part of a tensor along the joined axis."""
-        if self.layout.has_experts and self.layout.joined:
+        if self.layout.alternates:
             return slice(self.first, None, len(self.layout.joined))
         return slice(self.first, self.first + self.part_shape[axis])
 
@@ -151,7 +153,7 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
         shape = shapes[path][len(stacked) :]
         before = layout.joined[: layout.joined.index(path)] if layout.joined else ()
         first = len(before)
-        if not layout.has_experts:
+        if not layout.alternates:
             first = sum(place(other).part_shape[layout.joined_axis] for other in before)
         if path[0] != LAYERS:
             return TensorPlace(layout, shape, first, stacked)

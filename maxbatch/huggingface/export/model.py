@@ -185,7 +185,7 @@ def _tensors(
             of_part = [array[index] for array in here]
             parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_part, strict=True)]
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
-            if place.layout.has_experts and place.layout.joined:
+            if place.layout.alternates:
                 joined = np.stack(parts, axis=-1).reshape(joined.shape)
             own = "float32" if place.layout.is_float32 else dtype
             yield np.ascontiguousarray(joined.astype(DTYPES[DTYPE_NAMES[own]]))

@@ -14,7 +14,6 @@ import numpy as np
 
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.matrices import ParameterPath
-from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places
 from maxbatch.huggingface.export.model import DTYPE_NAMES, copy_tokenizer, new_folder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
@@ -75,7 +74,7 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
     target = new_folder(output)
     config, base, adapters, params = load_adapters(run, averaged)
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    modules = _modules(config.model, adapters, base)
+    modules = _modules(adapters, base, parameter_places(config.model, base))
     stored_as = DTYPE_NAMES[dtype or "float32"]
     tensors = {name: tensor.astype(DTYPES[stored_as]) for name, tensor in _tensors(modules, arrays)}
     with writing(output):
@@ -90,8 +89,7 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
     return f"adapters of {len(modules)} modules a layer, {num_bytes / 1e6:,.1f} MB of {dtype or 'float32'}, in {output}"
 
 
-def _modules(model: ModelConfig, adapters: Adapters, base: State) -> list[Module]:
-    places = parameter_places(model, base)
+def _modules(adapters: Adapters, base: State, places: dict[ParameterPath, TensorPlace]) -> list[Module]:
     targets = {target.path: target for target in adapters.targets(base)}
     found = {}
     for path in targets:

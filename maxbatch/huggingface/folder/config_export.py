@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from maxbatch.config.combined import DecoderConfig
+from maxbatch.config.cycle import cycle_of
 from maxbatch.config.families import FAMILIES, Family, Json, is_local_layer
 from maxbatch.config.loading import keys
 from maxbatch.config.matrices import moe_mlp_dim
@@ -49,6 +50,8 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
         stated |= _experts(config, family)
     if family.has_latents:
         stated |= _latents(config)
+    if "attention_chunk_size" in family.defaults:
+        stated |= _chunks(config)
     if family.has_head_dim:
         stated["head_dim"] = config.qk_rope_head_dim if family.has_latents else config.head_dim
     if "query_pre_attn_scalar" in family.defaults:
@@ -96,6 +99,25 @@ def _experts(config: DecoderConfig, family: Family) -> Json:
     if not family.always_normalises:
         stated["norm_topk_prob"] = config.norm_topk_prob
     return stated
+
+
+def _chunks(config: DecoderConfig) -> Json:
+    """Returns the fields of Llama 4's form."""
+    layers, cycle = config.base_num_decoder_layers, cycle_of(config)
+    forms = [cycle[layer % len(cycle)] for layer in range(layers)]
+    return {
+        "intermediate_size_mlp": config.base_mlp_dim,
+        "interleave_moe_layer_step": config.interleave_moe_layer_step,
+        "moe_layers": [layer for layer, form in enumerate(forms) if form.has_experts],
+        "no_rope_layers": [int(form.has_rope) for form in forms],
+        "no_rope_layer_interval": config.nope_layer_interval if config.nope_layer_interval > 0 else layers + 1,
+        "attention_chunk_size": config.chunk_attn_window_size or None,
+        "layer_types": ["chunked_attention" if form.is_local else "full_attention" for form in forms],
+        "attn_temperature_tuning": config.temperature_tuning,
+        "floor_scale": config.temperature_floor_scale,
+        "attn_scale": config.temperature_attn_scale,
+        "use_qk_norm": config.use_qk_norm,
+    }
 
 
 def _latents(config: DecoderConfig) -> Json:

@@ -31,6 +31,7 @@ ROPE_TYPES = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
 _GATED, _PLAIN = ("silu", "gelu", "gelu_exact"), ("gelu", "gelu_exact")
 _BIASES = ("attention_bias", "mlp_bias")
+_CHUNK = "attention_chunk_size"  # a field of Llama 4's form
 _LAYER_TYPES = {"sliding_attention": LOCAL, "full_attention": GLOBAL}
 # Fields of which only these values are supported; a file may lack them.
 _ONLY: dict[str, tuple[object, ...]] = {
@@ -211,6 +212,7 @@ class _Fields:
             **(self._experts() if family.has_experts else {}),
             **(self._latents() if family.has_latents else {}),
             **self._windows(layers),
+            **(self._chunks(layers) if _CHUNK in family.defaults else {}),
             **(self._rope() if family.has_rope else {"trainable_position_size": self._positions()}),
         }
         texts = {True: "true", False: "false", None: "null"}
@@ -251,6 +253,43 @@ class _Fields:
             "routed_score_func": "sigmoid",
             "routed_bias": True,
         }
+
+    def _chunks(self, num_layers: int) -> dict[str, object]:
+        """Returns the keys of Llama 4's form."""
+        stated, chunk = self._stated, self._stated[_CHUNK] or 0
+        every, step = stated["no_rope_layer_interval"], stated["interleave_moe_layer_step"]
+        rotates = stated.get("no_rope_layers") or [int((layer + 1) % every != 0) for layer in range(num_layers)]
+        sparse = stated.get("moe_layers")
+        sparse = range(step - 1, num_layers, step) if sparse is None else sparse
+        types = ["chunked_attention" if chunk and own else "full_attention" for own in rotates[:num_layers]]
+        if (stated.get("layer_types") or types) != types:
+            raise ConfigError(f"{self._where}: layer_types is not supported: layers with RoPE have chunks, if any have")
+        unrotated = self._period("no_rope_layers", [not own for own in rotates], num_layers)
+        return {
+            "base_mlp_dim": stated["intermediate_size_mlp"],
+            "base_moe_mlp_dim": stated["intermediate_size"],
+            "shared_experts": 1,
+            "routed_score_func": "sigmoid",
+            "use_qk_norm": bool(stated["use_qk_norm"]),
+            "chunk_attn_window_size": chunk,
+            "nope_layer_interval": unrotated,
+            "interleave_moe_layer_step": self._period(
+                "moe_layers", [layer in sparse for layer in range(num_layers)], num_layers
+            ),
+            "temperature_tuning": bool(stated["attn_temperature_tuning"]) and unrotated != -1,
+            "temperature_floor_scale": stated["floor_scale"],
+            "temperature_attn_scale": stated["attn_scale"],
+        }
+
+    def _period(self, field: str, flags: list[bool], num_layers: int) -> int:
+        """Returns n if the flag of every n-th layer alone is set; -1 if none is."""
+        flags = flags[:num_layers]
+        every = flags.index(True) + 1 if any(flags) else -1
+        if len(flags) < num_layers or any(
+            own != (every > 0 and number % every == 0) for number, own in enumerate(flags, 1)
+        ):
+            raise ConfigError(f"{self._where}: {field} is not supported: it must name every n-th layer")
+        return every
 
     def _positions(self) -> int:
         positions: int = self._stated.get("max_position_embeddings") or 1024

@@ -18,23 +18,25 @@ _WHOLE = {
             "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size",
             "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "num_experts",
             "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group", "q_lora_rank",
-            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+            "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp",
+            "attention_chunk_size", "floor_scale",
         ),
         _MOST,
     ),
     **dict.fromkeys(
         (
             "num_hidden_layers", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
-            "first_k_dense_replace", "num_nextn_predict_layers",
+            "first_k_dense_replace", "num_nextn_predict_layers", "interleave_moe_layer_step", "no_rope_layer_interval",
         ),
         _MOST_LAYERS,
     ),
 }  # fmt: skip
 _REAL = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
-    "rope_local_base_freq", "routed_scaling_factor",
+    "rope_local_base_freq", "routed_scaling_factor", "attn_scale",
 )  # fmt: skip
 _TEXT = ("model_type", "hidden_act")
+_NUMBERS = ("moe_layers", "no_rope_layers")
 _OBJECTS = ("rope_parameters", "rope_scaling")
 
 
@@ -54,7 +56,7 @@ def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None
     for field in _WHOLE.keys() & {name for name, value in stated.items() if value is not None}:
         if type(stated[field]) is not int or not 0 <= stated[field] <= _WHOLE[field]:
             raise refuse(field, stated[field], f"a whole number from 0 to {_WHOLE[field]}")
-    for field in (*_REAL, *_TEXT, *_OBJECTS, "layer_types"):
+    for field in (*_REAL, *_TEXT, *_OBJECTS, *_NUMBERS, "layer_types"):
         value = stated.get(field)
         if value is None:
             continue
@@ -64,6 +66,8 @@ def check_fields(stated: Json, own_names: Mapping[str, str], where: str) -> None
             raise refuse(field, value, "a text")
         if field in _OBJECTS and not (isinstance(value, dict) and all(map(_is_plain, value.values()))):
             raise refuse(field, value, f"an object of texts, numbers up to {_MOST_REAL:g} and lists of them")
+        if field in _NUMBERS and not _is_short_list(value, int):
+            raise refuse(field, value, f"a list of at most {_MOST_LAYERS} whole numbers")
         if field == "layer_types" and not _is_short_list(value, str):
             raise refuse(field, value, f"a list of at most {_MOST_LAYERS} texts")
 

@@ -58,6 +58,7 @@ class Experts(nnx.Module):
         add_parameters(self, config, name, rngs=rngs)
         self.config = config
         family = FAMILIES[config.decoder_block]
+        self.weighs_inputs = family.weighs_inputs
         self.has_biases = family.has_expert_biases
         self.combine = (
             partial(gated, activation=ACTIVATIONS[config.mlp_activations.partition(",")[0]])
@@ -109,7 +110,9 @@ class Experts(nnx.Module):
             biases = self.expert_gate_bias, self.expert_up_bias
             weights += [bias_ExF[...].astype(x_MxLxD.dtype) for bias_ExF in biases]
         mesh = self.constrain.mesh
-        compute_over = partial(computed_by, self.combine, self.constrain.platform, self.quantization)
+        compute_over = partial(
+            computed_by, self.combine, self.constrain.platform, self.quantization, self.weighs_inputs
+        )
         if mesh is None:
             compute = compute_over(None)
             run: _Run = partial(sum_of_held, axis=None, compute=compute, codes=codes)
@@ -204,11 +207,15 @@ def sum_of_held(
     return y_TxD if axis is None else jax.lax.psum(y_TxD, axis)
 
 
-def computed_by(combine: Combine, platform: str, quantization: Quantization = "", tensor: str | None = None) -> Compute:
+def computed_by(
+    combine: Combine, platform: str, quantization: Quantization = "", weighs_inputs: bool = False,
+    tensor: str | None = None,
+) -> Compute:  # fmt: skip
     """Returns the function of an expert's rows: down(share * combine(gate(x), up(x))); `tensor` splits hidden widths.
 
     Shares multiply the input of the last product, so the backward pass does not need that product's output. On a CPU,
-    where products are rarely recomputed, they multiply its output, which has fewer numbers.
+    where products are rarely recomputed, they multiply its output, which has fewer numbers. With `weighs_inputs` they
+    multiply x, and nothing else.
     """
 
     def compute(
@@ -229,8 +236,12 @@ def computed_by(combine: Combine, platform: str, quantization: Quantization = ""
             return kept(y, MATRICES[name].kept)
 
         gate_bias, up_bias = biases_ExF or (None, None)
+        if weighs_inputs:
+            x_nxD = shares_nx1.astype(x_nxD.dtype) * x_nxD
         gate_nxF = applied("expert_gate", x_nxD, gate, gate_bias)
         inner_nxF = combine(gate_nxF, applied("expert_up", x_nxD, up, up_bias))
+        if weighs_inputs:
+            return applied("expert_down", inner_nxF, down)
         shares_nx1 = shares_nx1.astype(inner_nxF.dtype)
         if platform == "cpu":
             return shares_nx1 * applied("expert_down", inner_nxF, down)

@@ -122,7 +122,7 @@ def test_a_named_data_set_without_a_type_is_tfds_and_is_noted(tmp_path: Path) ->
 
 
 def test_a_layers_form_that_is_not_ours_is_not_supported(tmp_path: Path) -> None:
-    text = f"{SYNTHETIC}decoder_block: envy\nmlp_activations: ['relu']\nrope_type: ntk\n"
+    text = f"{SYNTHETIC}decoder_block: deepseek4\nmlp_activations: ['relu']\nrope_type: ntk\n"
     _, fates = imported("maxtext", tmp_path / "m.yml", text)
     assert {fates[word].fate for word in ("decoder_block", "mlp_activations", "rope_type")} == {"not supported"}
 
@@ -321,6 +321,31 @@ def test_experts_in_every_nth_layer_are_those_of_maxtext(tmp_path: Path) -> None
         "maxtext", tmp_path / "n.yml", f"{SYNTHETIC}{ENVY}".replace("ffw_norm: true", "ffw_norm: false")
     )
     assert fates["use_post_ffw_norm"].is_essential
+
+
+LLAMA4 = """decoder_block: llama4
+base_num_decoder_layers: 4
+num_experts: 8
+shared_experts: 1
+use_qk_norm: true
+rope_type: llama3.1
+rope_use_scale: false
+nope_layer_interval: 4
+interleave_moe_layer_step: 2
+inhomogeneous_layer_cycle_interval: 4
+temperature_tuning: true
+chunk_attn_window_size: 8192
+"""
+
+
+def test_layers_without_rope_and_chunks_are_those_of_maxtext(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{LLAMA4}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.decoder_block, config.nope_layer_interval, config.chunk_attn_window_size) == ("llama4", 4, 8192)
+    assert (config.routed_score_func, config.temperature_tuning, config.rope_type) == ("sigmoid", True, "default")
+    other = LLAMA4.replace("interval: 4\ntemp", "interval: 2\ntemp")
+    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{other}")
+    assert fates["inhomogeneous_layer_cycle_interval"].is_essential
 
 
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:

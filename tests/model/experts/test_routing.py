@@ -20,7 +20,7 @@ SIZES = (f"base_emb_dim={WIDTH}", "base_moe_mlp_dim=24")
 
 def experts_of(*overrides: str) -> Experts:
     config = config_of(*BLOCK, *SIZES, *overrides).model
-    return Experts(config, rngs=nnx.Rngs(params=0), constrain=unconstrained)
+    return Experts(config, "layers.experts", rngs=nnx.Rngs(params=0), constrain=unconstrained)
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,31 @@
+"""The places of tokens in the documents of packed rows.
+
+Shapes: M micro-batch, L length.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def places_in_segments(segments_MxL: jax.Array) -> jax.Array:
+    """Returns the place of each token in its document, whose tokens are neighbours: int32[M, L], 0 for the first."""
+    places_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
+    is_first_MxL = (segments_MxL != jnp.roll(segments_MxL, 1, axis=1)) | (places_MxL == 0)
+    return places_MxL - jax.lax.cummax(jnp.where(is_first_MxL, places_MxL, 0), axis=1)
+
+
+def lengths_in_segments(segments_MxL: jax.Array) -> jax.Array:
+    """Returns the number of tokens in the document of each token: int32[M, L]."""
+    slots_MxL = jax.lax.broadcasted_iota(jnp.int32, segments_MxL.shape, 1)
+    length = segments_MxL.shape[1]
+    is_last_MxL = (segments_MxL != jnp.roll(segments_MxL, -1, axis=1)) | (slots_MxL == length - 1)
+    last_MxL = jax.lax.cummin(jnp.where(is_last_MxL, slots_MxL, length), axis=1, reverse=True)
+    return last_MxL - slots_MxL + places_in_segments(segments_MxL) + 1
+
+
+def chunks_of_segments(segments_MxL: jax.Array, chunk: int) -> jax.Array:
+    """Returns a number for each chunk of each document: int32[M, L]; a document's chunks count from its first token."""
+    is_first_MxL = places_in_segments(segments_MxL) % chunk == 0
+    return jnp.cumsum(is_first_MxL.astype(jnp.int32), axis=1)
