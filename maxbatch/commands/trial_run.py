@@ -96,6 +96,8 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
         "first_num_dense_layers": dense,
         "base_num_kv_heads": kv_heads,
         "attention_output_dim": attended,
+        "global_head_dim": min(config.global_head_dim, 2 * _HEAD),
+        "global_num_kv_heads": kv_heads if config.global_num_kv_heads else 0,
         "num_experts": _EXPERTS if has_experts else 1,
         "num_experts_per_tok": min(config.num_experts_per_tok, _EXPERTS // 2),
         "base_moe_mlp_dim": _MLP // 4 if has_experts else -1,

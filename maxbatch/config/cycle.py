@@ -15,7 +15,7 @@ from maxbatch.config.sections import ModelConfig
 class LayerForm(NamedTuple):
     """The form of a layer, in what the layers of one model may differ."""
 
-    has_experts: bool  # in place of an MLP
+    has_experts: bool  # in place of an MLP, or beside it
     # Whether it sees a window or a chunk only; None: as `attention_type` states for each layer.
     is_local: bool | None = None
     has_rope: bool = True  # in a model with RoPE
@@ -25,7 +25,8 @@ def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     """Returns the forms that layers of a family may have."""
     if not family.has_cycle:
         return (LayerForm(family.has_experts),)
-    return tuple(LayerForm(has_experts, is_local=False) for has_experts in (False, True))
+    windows = (True, False) if family.has_global_heads else (False,)
+    return tuple(LayerForm(has_experts, is_local) for has_experts in (False, True) for is_local in windows)
 
 
 def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
@@ -37,12 +38,13 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
     if not family.has_cycle:
         return possible_forms(family)
     windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
+    may_have = model.num_experts > 1 or not family.has_experts_beside_mlp
     unrotated_step, has_chunks = max(0, model.nope_layer_interval), model.chunk_attn_window_size > 0
 
     def form(place: int) -> LayerForm:
         has_rope = unrotated_step == 0 or (place + 1) % unrotated_step > 0
         is_local = has_rope if has_chunks else windows[place % len(windows)].strip() == LOCAL
-        return LayerForm((place + 1) % experts_step == 0, is_local, has_rope)
+        return LayerForm(may_have and (place + 1) % experts_step == 0, is_local, has_rope)
 
     return tuple(map(form, range(math.lcm(len(windows), experts_step, unrotated_step or 1))))
 

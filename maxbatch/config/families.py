@@ -59,6 +59,12 @@ class Family:
     has_narrow_experts: bool = False
     # A token's scores, sigmoid, multiply the inputs of its experts; without it weights multiply their outputs.
     weighs_inputs: bool = False
+    # With several experts its layers have them beside the MLP: both have norms of their own before they are added, and
+    # the router reads the stream through a norm, a scale of each channel and a scale of each expert's weight.
+    has_experts_beside_mlp: bool = False
+    has_global_heads: bool = False  # global layers have heads of their own sizes, and rotate a part of each
+    has_value_norm: bool = False  # the values of a head are normalised
+    has_layer_scale: bool = False  # a layer's output, the stream included, is multiplied by a learned number
     # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
     has_latents: bool = False
     own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
@@ -82,6 +88,7 @@ class Family:
     # that share such a name alternate along its last axis.
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     experts_alternate: bool = True  # otherwise modules that share such a name follow each other along that axis
+    expert_outputs_first: bool = False  # whether such a tensor has its outputs before its inputs
     layer: str = "model.layers.{layer}"  # prefix of a layer's module names
     inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
     prefix: str = ""  # prefix of its tensors' names; older files lack it
@@ -133,6 +140,38 @@ _GEMMA2 = Family(
 _GEMMA3 = dataclasses.replace(
     _GEMMA2, decoder_block="gemma3", model_type="gemma3_text", architecture="Gemma3ForCausalLM",
     defaults={**_GEMMA_DEFAULTS, "rope_theta": 1e6, "rope_local_base_freq": 10000.0}, has_qk_norm=True, local_every=6,
+)  # fmt: skip
+# transformers keep `layer_scalar` as a buffer, which they do not train; MaxText and maxbatch train it.
+_GEMMA4 = Family(
+    decoder_block="gemma4", model_type="gemma4_text", architecture="Gemma4ForCausalLM",
+    norms_after="both", scales_embedding=True, has_experts=True, has_cycle=True, always_normalises=True,
+    has_experts_beside_mlp=True, has_global_heads=True, has_value_norm=True, has_layer_scale=True,
+    own_keys=(
+        "global_head_dim", "global_num_kv_heads", "share_kv_projections", "v_norm_with_scale",
+        "global_rope_proportion", "local_rope_proportion",
+    ),
+    defaults={
+        "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
+        "hidden_act": "gelu_pytorch_tanh", "global_head_dim": 512, "hidden_size_per_layer_input": 256,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+        },
+    },
+    fields={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
+    bias_fields=("attention_bias",), has_qk_norm=True, has_soft_caps=True, local_every=6,
+    modules={
+        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm", "mlp_own_norm": "post_feedforward_layernorm_1",
+        "experts_norm": "pre_feedforward_layernorm_2", "experts_own_norm": "post_feedforward_layernorm_2",
+        "experts.router": "router.proj",
+    },
+    tensors={
+        "layer_scale": "layer_scalar", "experts.router_scale": "router.scale",
+        "experts.expert_scale": "router.per_expert_scale", "experts.expert_gate": "experts.gate_up_proj",
+        "experts.expert_up": "experts.gate_up_proj", "experts.expert_down": "experts.down_proj",
+    },
+    experts_alternate=False, expert_outputs_first=True,
 )  # fmt: skip
 _OLMO2 = Family(
     decoder_block="olmo2", model_type="olmo2", architecture="Olmo2ForCausalLM",
@@ -306,6 +345,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA,
         _GEMMA2,
         _GEMMA3,
+        _GEMMA4,
         _OLMO2,
         _OLMO3,
         _PHI3,

@@ -97,7 +97,9 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
         "vocab": model.vocab_size, "position": model.trainable_position_size, "embed": model.base_emb_dim,
         "norm": model.base_emb_dim, "attended": model.attention_output_dim, "attended_norm": model.attention_output_dim,
         "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
-        "head_dim": model.head_dim, "mlp": model.base_mlp_dim, "experts": model.num_experts,
+        "head_dim": model.head_dim, "global_head_dim": model.global_head_dim or model.head_dim,
+        "global_kv_heads": model.global_num_kv_heads or model.base_num_kv_heads,
+        "layer": 1, "mlp": model.base_mlp_dim, "experts": model.num_experts,
         "router": model.num_experts, "moe_mlp": moe_mlp_dim(model),
         "shared_mlp": model.shared_experts * moe_mlp_dim(model),
         "q_lora": model.q_lora_rank, "q_latent": model.q_lora_rank, "q_norm": model.q_lora_rank,
@@ -133,11 +135,12 @@ def num_sparse_layers(model: ModelConfig) -> int:
     return num_stacked(model) * sum(form.has_experts for form in cycle_of(model))
 
 
-def attention_widths(model: ModelConfig) -> tuple[int, int]:
-    """Returns the width of a head's query and key, and the width of its value."""
+def attention_widths(model: ModelConfig, is_local: bool = False) -> tuple[int, int]:
+    """Returns the width of a head's query and key, and the width of its value, in local or in global layers."""
     if FAMILIES[model.decoder_block].has_latents:
         return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
-    return model.head_dim, model.head_dim
+    width = model.head_dim if is_local else model.global_head_dim or model.head_dim
+    return width, width
 
 
 def moe_mlp_dim(model: ModelConfig) -> int:
@@ -161,8 +164,8 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         parts = ("scale", "bias") if family.norm == "layer" else ("scale",)
         return tuple(Parameter(f"{name}.{part}", (axis,)) for part in parts)
 
-    def normalised(heads: str) -> Axes:
-        return ("head_dim",) if family.qk_norm_over == "head" else (heads, "head_dim")
+    def normalised(heads: Axes) -> Axes:
+        return heads[1:] if family.qk_norm_over == "head" else heads
 
     def has_scaled_norm(model: ModelConfig) -> bool:
         return model.use_qk_norm and family.qk_norm_over != "rotated"
@@ -176,23 +179,31 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
     def has_query_latent(model: ModelConfig) -> bool:
         return model.q_lora_rank > 0
 
-    def attention_rows(attention: str) -> tuple[Parameter, ...]:
+    def attention_rows(attention: str, form: LayerForm) -> tuple[Parameter, ...]:
         heads, kv_heads = ("heads", "head_dim"), ("kv_heads", "head_dim")
+        is_global = family.has_global_heads and not form.is_local
+        if is_global:
+            heads, kv_heads = ("heads", "global_head_dim"), ("global_kv_heads", "global_head_dim")
+
+        def has_value(model: ModelConfig) -> bool:
+            return not (is_global and model.share_kv_projections)
+
         return (
             Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
             Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
-            Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
+            Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj", has=has_value),
             Parameter(f"{attention}.out", (attended,), heads, kept="out_proj"),
             Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
-            Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
+            Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias and has_value(m)),
             Parameter(f"{attention}.out_bias", (attended_norm,), has=has_out_bias),
             *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
-            Parameter(f"{attention}.query_norm.scale", normalised("heads"), has=has_scaled_norm),
-            Parameter(f"{attention}.key_norm.scale", normalised("kv_heads"), has=has_scaled_norm),
+            Parameter(f"{attention}.query_norm.scale", normalised(heads), has=has_scaled_norm),
+            Parameter(f"{attention}.key_norm.scale", normalised(kv_heads), has=has_scaled_norm),
+            Parameter(f"{attention}.value_norm.scale", kv_heads[1:], has=lambda m: m.v_norm_with_scale),
         )
 
-    def latent_rows(attention: str) -> tuple[Parameter, ...]:
+    def latent_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:
         """Returns the parameters of DeepSeek's attention; a latent and its product are kept as query and key."""
         query, up = ("heads", "qk_dim"), ("heads", "key_and_value")
         return (
@@ -233,12 +244,14 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{experts}.expert_up_bias", ("moe_mlp",), per_expert=True),
             Parameter(f"{experts}.expert_down_bias", ("norm",), per_expert=True),
         )
+        scales = (Parameter(f"{experts}.router_scale", ("norm",)), Parameter(f"{experts}.expert_scale", ("router",)))
         return (
             Parameter(f"{experts}.router", ("router",), (attended,)),
             Parameter(f"{experts}.expert_gate", ("moe_mlp",), (attended,), per_expert=True, kept="moe_mlpwi_0"),
             Parameter(f"{experts}.expert_up", ("moe_mlp",), (attended,), per_expert=True, kept="moe_mlpwi_1"),
             Parameter(f"{experts}.expert_down", (attended,), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
             *(biases if family.has_expert_biases else ()),
+            *(scales if family.has_experts_beside_mlp else ()),
             Parameter(
                 f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, is_learned=False, has=lambda m: m.routed_bias
             ),
@@ -247,31 +260,42 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
     def widen(name: str) -> Parameter:
         return Parameter(name, ("embed",), (attended,), kept="mlpwo")
 
-    def layers(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
+    def mlp_or_experts(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
+        if not has_experts:
+            return mlp_rows(f"{stack}.mlp")
+        if not family.has_experts_beside_mlp:
+            return experts_rows(f"{stack}.experts")
+        return (
+            *mlp_rows(f"{stack}.mlp"),
+            *norm(f"{stack}.mlp_own_norm"),
+            *norm(f"{stack}.experts_norm"),
+            *experts_rows(f"{stack}.experts"),
+            *norm(f"{stack}.experts_own_norm"),
+        )
+
+    def layers(stack: str, form: LayerForm) -> tuple[Parameter, ...]:
+        has_experts = form.has_experts
         return (
             *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
-            *(latent_rows if family.has_latents else attention_rows)(f"{stack}.attention"),
+            *(latent_rows if family.has_latents else attention_rows)(f"{stack}.attention", form),
             *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
             *(norm(f"{stack}.mlp_norm", attended_norm) if family.norms_before else ()),
-            *(experts_rows(f"{stack}.experts") if has_experts else mlp_rows(f"{stack}.mlp")),
+            *mlp_or_experts(stack, has_experts),
             *(shared_rows(f"{stack}.shared_experts") if "shared_experts" in family.own_keys and has_experts else ()),
             *((widen(f"{stack}.widen"),) if family.has_narrow_experts else ()),
             *(norm(f"{stack}.mlp_post_norm") if family.norms_after != "none" else ()),
+            *((Parameter(f"{stack}.layer_scale", ("layer",)),) if family.has_layer_scale else ()),
         )
 
     def of_dense_layers(row: Parameter) -> Parameter:
         return dataclasses.replace(row, has=lambda m: m.first_num_dense_layers > 0 and row.has(m))
 
-    dense = map(of_dense_layers, layers(DENSE_LAYERS, has_experts=False)) if family.has_latents else ()
+    dense = map(of_dense_layers, layers(DENSE_LAYERS, LayerForm(has_experts=False))) if family.has_latents else ()
     return (
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
         Parameter("positions", ("embed",), ("position",), is_lookup=True, has=lambda m: m.trainable_position_size > 0),
         *dense,
-        *(
-            row
-            for path, form in zip(_paths(cycle), cycle, strict=True)
-            for row in layers(".".join(path), form.has_experts)
-        ),
+        *(row for path, form in zip(_paths(cycle), cycle, strict=True) for row in layers(".".join(path), form)),
         *norm("final_norm"),
         Parameter("output", ("vocab",), ("embed",), has=lambda m: not m.logits_via_embedding),
     )

@@ -329,6 +329,8 @@ _OF_EXPERTS = (
 _OF_SOME = (
     "interleave_moe_layer_step", "nope_layer_interval", "chunk_attn_window_size", "temperature_tuning",
     "temperature_floor_scale", "temperature_attn_scale", "attention_output_dim",
+    "global_head_dim", "global_num_kv_heads", "share_kv_projections", "v_norm_with_scale", "global_rope_proportion",
+    "local_rope_proportion",
     "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
     "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
 )  # fmt: skip
@@ -365,8 +367,9 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         """Returns the defaults of the keys that differ from them."""
         return {name: keys[name].default for name in names if config[name] != keys[name].read(keys[name].default)}
 
-    if not family.has_experts and (works := stated(_OF_EXPERTS)):
-        name, works = next(iter(works)), works | stated(_OF_SOME)
+    has_experts = family.has_experts and (num_experts > 1 or not family.has_experts_beside_mlp)
+    if not has_experts and (works := stated(_OF_EXPERTS)):
+        name, works = next(iter(works)), works | stated(tuple(key for key in _OF_SOME if key not in family.own_keys))
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
         rule = f"{works[name]} beside {block}, whose layers have no experts (experts are in {others})"
         raise refuse(name, rule, works)
@@ -376,7 +379,9 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         having = ", ".join(other.decoder_block for other in FAMILIES.values() if name in other.own_keys)
         only = f" (only in {having})" if having else ""
         raise refuse(name, f"{works[name]} beside {block}, which lacks it{only}", works)
-    if not family.has_experts:
+    if family.has_global_heads:
+        _check_global_heads(config, block, fault)
+    if not has_experts:
         return
     _check_narrow(config, block, fault)
     needs = {"norm_topk_prob": "true"} if family.always_normalises else {}
@@ -405,6 +410,21 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
     if family.has_latents:
         _check_latents(config, fault, refuse)
+
+
+def _check_global_heads(config: AllKeys, block: str, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for sizes of global layers' heads, or for a RoPE, that do not suit the family."""
+    heads, kv_heads, width = config.base_num_query_heads, config.global_num_kv_heads, config.global_head_dim
+    if kv_heads and heads % kv_heads:
+        divisors = (number for number in range(1, heads + 1) if heads % number == 0)
+        nearest = min(divisors, key=lambda number: abs(number - kv_heads))
+        raise fault("global_num_kv_heads", f"a divisor of base_num_query_heads={heads}, or 0", nearest)
+    if width % 2:
+        raise fault("global_head_dim", "even, since rotary embeddings turn pairs", width + 1)
+    if config.rope_type != "default":
+        raise fault("rope_type", f"default beside {block}, which rotates a part of a head", "default")
+    if config.trainable_position_size != -1:
+        raise fault("trainable_position_size", f"-1 beside {block}, which rotates a part of a head", -1)
 
 
 def _check_narrow(config: AllKeys, block: str, fault: Callable[..., ConfigError]) -> None:

@@ -261,6 +261,11 @@ class ModelConfig(Section, changes="the model's computation"):
     base_num_kv_heads: int = key(2,
         "K: key and value heads (grouped-query attention where K < H)", MODEL, COUNT, "heads")
     head_dim: int = key(32, "h: width of a head; even", MODEL, FROM_TWO)
+    global_head_dim: int = key(0, "gemma4: width of a head in global layers; even; 0: head_dim", MODEL, FROM_ZERO)
+    global_num_kv_heads: int = key(0, "gemma4: key and value heads of global layers; 0: base_num_kv_heads", MODEL,
+        FROM_ZERO, "heads")
+    share_kv_projections: bool = key(False, "gemma4: true: one product gives keys and values of a global layer", MODEL)
+    v_norm_with_scale: bool = key(False, "gemma4: true: the norm of values has a scale", MODEL)
     attention_output_dim: int = key(-1, "qwen3_custom_moe: width of attention's output, which its experts take and "
         "return, in place of base_emb_dim", MODEL, COUNT_OR_OFF)
     base_mlp_dim: int = key(384, "F: hidden width of the gated MLP", MODEL, COUNT)
@@ -302,6 +307,8 @@ class ModelConfig(Section, changes="the model's computation"):
     rope_max_timescale: float = key(10000, "RoPE base (Su et al. 2021)", MODEL, POSITIVE)
     local_rope_max_timescale: float = key(-1, "RoPE base of local_sliding layers, without rope_type; -1: "
         "rope_max_timescale, with rope_type as in the other layers", MODEL, Bounds(above=0, also=-1))
+    global_rope_proportion: float = key(0.25, "gemma4: share of a head's pairs that global layers rotate", MODEL, SOME)
+    local_rope_proportion: float = key(1.0, "gemma4: share of a head's pairs that local layers rotate", MODEL, SOME)
     rope_type: Literal["default", "linear", "llama3.1", "yarn", "longrope"] = key("default",
         "default | linear | llama3.1 | yarn | longrope: how RoPE extends to longer texts", MODEL)
     rope_factor: float = key(1, "stretches wavelengths; >= 1", MODEL, COUNT)

@@ -212,18 +212,21 @@ class Attention(nnx.Module):
 
     query: nnx.Param[jax.Array]
     key: nnx.Param[jax.Array]
-    value: nnx.Param[jax.Array]
+    value: nnx.Param[jax.Array]  # if keys are not the values, before their norms and RoPE
     out: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]  # if the family has them
 
     def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
+        family = FAMILIES[config.decoder_block]
         self.query_norm, self.key_norm = (norm_of(config, f"{name}.{part}_norm") for part in ("query", "key"))
+        self.value_norm = norm_of(config, f"{name}.value_norm")
+        if family.has_value_norm and not config.v_norm_with_scale:
+            self.value_norm = partial(of_unit_size, epsilon=config.normalization_layer_epsilon)
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         chunk = config.chunk_attn_window_size
         window = chunk or config.sliding_window_size
         self.scores = ScoreRules(scale, config.attn_logits_soft_cap, window, has_chunks=chunk > 0)
-        family = FAMILIES[config.decoder_block]
         self.rotates_neighbours = family.rotates_neighbours
         self.norms_rotated = config.use_qk_norm and family.qk_norm_over == "rotated"
         self.epsilon = config.normalization_layer_epsilon
@@ -289,7 +292,7 @@ class Attention(nnx.Module):
             turns = self.rotates_neighbours and rope is not None and not name.startswith("value")
             return neighbours_apart(found, found.shape[-1]) if turns else found
 
-        def heads(name: str, norm: Norm = unchanged) -> jax.Array:
+        def heads(name: str, norm: Norm) -> jax.Array:
             out = product(x_MxLxD, weight(name), "mld,dnh->mlnh", self.quantization)
             if hasattr(self, f"{name}_bias"):
                 bias = weight(f"{name}_bias").astype(x_MxLxD.dtype)
@@ -300,10 +303,10 @@ class Attention(nnx.Module):
                 out += (jax.lax.stop_gradient(bias) if blind else bias)[None, None]
             out = self.constrain(out, ("batch", "length", *MATRICES[name].outputs))
             # The gradient of a norm needs its input: without it the product would be computed again.
-            return out if norm is unchanged else norm(kept(out, MATRICES[name].kept))
+            return out if norm is unchanged else kept(out, MATRICES[name].kept)
 
-        def rotated(name: str, norm: Norm, factor: float = 1.0) -> jax.Array:
-            x_MxLxHxh = heads(name, norm)
+        def rotated(name: str, x_MxLxHxh: jax.Array, norm: Norm, factor: float = 1.0) -> jax.Array:
+            x_MxLxHxh = norm(x_MxLxHxh)
             if rope is not None and self.norms_rotated:  # its gradient needs its input
                 turned = apply_rope(kept(x_MxLxHxh, MATRICES[name].kept), rope, self.constrain.platform)
                 return of_unit_size(turned, self.epsilon, factor)
@@ -311,11 +314,15 @@ class Attention(nnx.Module):
                 x_MxLxHxh = apply_rope(x_MxLxHxh, rope, self.constrain.platform, factor)
             return kept(x_MxLxHxh, MATRICES[name].kept) if norm is unchanged else x_MxLxHxh
 
-        q_MxLxHxh = rotated("query", self.query_norm, factor)
+        keys_MxLxKxh = heads("key", self.key_norm)
+        values_MxLxKxh = heads("value", self.value_norm) if hasattr(self, "value") else keys_MxLxKxh
+        q_MxLxHxh = rotated("query", heads("query", self.query_norm), self.query_norm, factor)
         if self.grows and rope is None:
             q_MxLxHxh = (self.growth.at(places())[:, :, None, None] * q_MxLxHxh).astype(x_MxLxD.dtype)
-        k_MxLxKxh = rotated("key", self.key_norm)
-        return q_MxLxHxh, k_MxLxKxh, kept(heads("value"), MATRICES["value"].kept)
+        k_MxLxKxh = rotated("key", keys_MxLxKxh, self.key_norm)
+        if self.value_norm is unchanged:
+            return q_MxLxHxh, k_MxLxKxh, kept(values_MxLxKxh, MATRICES["value"].kept)
+        return q_MxLxHxh, k_MxLxKxh, self.value_norm(values_MxLxKxh)
 
     def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
         joined_MxLxD = product(attended_MxLxHxh, self.out[...], "mlnh,nhd->mld", self.quantization)

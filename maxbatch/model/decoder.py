@@ -73,10 +73,11 @@ class DecoderLayer(nnx.Module):
     `decoder_block` decides which.
     """
 
-    mlp: MLP  # if the layer has no experts
+    mlp: MLP  # if the layer has no experts, or has them beside it
     experts: Experts  # if it has
     shared_experts: MLP  # of every token
     widen: nnx.Param[jax.Array]  # if attention and experts have a width of their own
+    layer_scale: nnx.Param[jax.Array]  # [1]; if the family has one
 
     def __init__(self, config: DecoderConfig, name: str, form: LayerForm, *, rngs: nnx.Rngs, constrain: Constrain):
         family = FAMILIES[config.decoder_block]
@@ -88,12 +89,16 @@ class DecoderLayer(nnx.Module):
         self.has_experts, self.is_local, self.has_rope = form.has_experts, form.is_local, form.has_rope
         if self.has_experts:
             self.experts = Experts(config, f"{name}.experts", rngs=rngs, constrain=constrain)
-        else:
+        self.mlp_own_norm, self.experts_norm, self.experts_own_norm = (
+            norm_of(config, f"{name}.{part}_norm") for part in ("mlp_own", "experts", "experts_own")
+        )
+        self.is_beside_mlp = self.has_experts and family.has_experts_beside_mlp
+        if self.is_beside_mlp or not self.has_experts:
             self.mlp = MLP(config, f"{name}.mlp", rngs=rngs, constrain=constrain)
         if self.has_experts and config.shared_experts:
             self.shared_experts = MLP(config, f"{name}.shared_experts", rngs=rngs, constrain=constrain)
         self.mlp_post_norm = norm_of(config, f"{name}.mlp_post_norm")
-        add_parameters(self, config, f"{name}.widen", rngs=rngs)
+        add_parameters(self, config, f"{name}.widen", f"{name}.layer_scale", rngs=rngs)
         self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(
@@ -110,8 +115,8 @@ class DecoderLayer(nnx.Module):
         sums = None
         if self.has_experts:
             assert number is not None, "layers with experts are numbered"
-            out_MxLxD, sums = self.experts(inner_MxLxD, slots, number)
-            out_MxLxD = self._with_shared(inner_MxLxD, out_MxLxD)
+            out_MxLxD, sums = self.experts(self._of_experts(x_MxLxD, inner_MxLxD), slots, number, x_MxLxD)
+            out_MxLxD = self._with_mlp(inner_MxLxD, out_MxLxD)
         else:
             out_MxLxD = self.mlp(inner_MxLxD)
         return features_last(self._add(x_MxLxD, out_MxLxD), self.constrain), sums
@@ -131,12 +136,20 @@ class DecoderLayer(nnx.Module):
         )
         x_BxTxD, inner_BxTxD = self._attended(x_BxTxD, attended_BxTxD)
         if self.has_experts:
-            out_BxTxD = self._with_shared(inner_BxTxD, self.experts.of_each(inner_BxTxD))
+            out_BxTxD = self.experts.of_each(self._of_experts(x_BxTxD, inner_BxTxD), x_BxTxD)
+            out_BxTxD = self._with_mlp(inner_BxTxD, out_BxTxD)
         else:
             out_BxTxD = self.mlp(inner_BxTxD)
         return self._add(x_BxTxD, out_BxTxD), cache
 
-    def _with_shared(self, inner_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
+    def _of_experts(self, x_MxLxD: jax.Array, inner_MxLxD: jax.Array) -> jax.Array:
+        """Returns the input of the experts, from the stream and the input of an MLP."""
+        return self.experts_norm(x_MxLxD) if self.is_beside_mlp else inner_MxLxD
+
+    def _with_mlp(self, inner_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
+        """Returns the output of the experts with that of the MLP beside them, or of shared experts."""
+        if self.is_beside_mlp:
+            return self.mlp_own_norm(self.mlp(inner_MxLxD)) + self.experts_own_norm(out_MxLxD)
         return out_MxLxD + self.shared_experts(inner_MxLxD) if hasattr(self, "shared_experts") else out_MxLxD
 
     def _attended(self, x_MxLxD: jax.Array, attended_MxLxD: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -151,7 +164,10 @@ class DecoderLayer(nnx.Module):
             out_MxLxD = kept(
                 product(out_MxLxD, self.widen[...], "mle,ed->mld", self.quantization), MATRICES["widen"].kept
             )
-        return self.constrain(x_MxLxD + self.mlp_post_norm(out_MxLxD), _STREAM)
+        x_MxLxD += self.mlp_post_norm(out_MxLxD)
+        if hasattr(self, "layer_scale"):
+            x_MxLxD *= self.layer_scale[...].astype(x_MxLxD.dtype)[None, None]
+        return self.constrain(x_MxLxD, _STREAM)
 
 
 class LayerCycle(nnx.Module):
@@ -235,7 +251,7 @@ class Decoder(nnx.Module):
         self.logits_soft_cap: float = config.final_logits_soft_cap
         self.rope_keys = None if config.trainable_position_size > 0 else RopeKeys.from_config(config)
         self.local_layers = local_layers(config, num_layers(config))
-        self.has_experts = FAMILIES[config.decoder_block].has_experts
+        self.has_experts = any(form.has_experts for form in cycle)
         self.scan_layers = config.scan_layers
         self.remat = Remat.of(config.remat)
         self.layer_runner = layer_runner

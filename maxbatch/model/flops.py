@@ -23,8 +23,10 @@ def model_flops_per_token(config: DecoderConfig) -> int:
         row for row in parameters(config) if row.is_map or (row.name == "embedding" and config.logits_via_embedding)
     )
     length, windows = config.max_target_length, local_layers(config, config.base_num_decoder_layers)
-    chunk = config.chunk_attn_window_size
-    seen = (min(chunk or config.sliding_window_size, length) if local else length for local in windows)
-    twice_seen = sum(window if chunk else 2 * window - window * window // length for window in seen)
+    chunk, attended = config.chunk_attn_window_size, 0
+    for is_local in windows:
+        seen = min(chunk or config.sliding_window_size, length) if is_local else length
+        twice_seen = seen if chunk else 2 * seen - seen * seen // length
+        attended += twice_seen * sum(attention_widths(config, is_local))
     matrices = sum(row.active_size(config) for row in multiplying)
-    return 6 * matrices + 3 * twice_seen * config.base_num_query_heads * sum(attention_widths(config))
+    return 6 * matrices + 3 * attended * config.base_num_query_heads

@@ -47,7 +47,7 @@ def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> 
     """
     shape = row.shape(config)
     if not row.inputs:
-        is_one = row.path[-1] == "scale" and not FAMILIES[config.decoder_block].norm_adds_one
+        is_one = row.path[-1].endswith("scale") and not FAMILIES[config.decoder_block].norm_adds_one
         return jnp.full(shape, float(is_one), jnp.float32)
     assert rngs is not None, "matrices are random"
     adds_to_stream = row.is_stacked and row.outputs == ("embed",)

@@ -50,11 +50,16 @@ class RopeKeys:
     rope_truncate: bool
     rope_short_factors: str
     rope_long_factors: str
+    global_head_dim: int
+    global_rope_proportion: float
+    local_rope_proportion: float
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> RopeKeys:
         """Returns the keys of a config; with latent attention the head is its rotated part."""
         keys = cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
+        if not FAMILIES[config.decoder_block].has_global_heads:
+            keys = dataclasses.replace(keys, global_rope_proportion=1.0, local_rope_proportion=1.0)
         if FAMILIES[config.decoder_block].has_latents:
             return dataclasses.replace(keys, head_dim=config.qk_rope_head_dim)
         return keys
@@ -78,8 +83,10 @@ class Ropes:
         self._original = keys.original_max_position_embeddings
         if keys.rope_type == "longrope" and (longest or length) > self._original:
             self._long = _tables(length, *_stretched(keys, is_long=True))
-        if keys.local_rope_max_timescale > 0:
-            self._local = rope_tables(length, keys.head_dim, keys.local_rope_max_timescale)
+        base = keys.local_rope_max_timescale
+        if base > 0 or keys.global_head_dim:
+            base = base if base > 0 else keys.rope_max_timescale
+            self._local = _tables(length, _frequencies(keys.head_dim, base, keys.local_rope_proportion))
 
     def of(
         self, is_local: jax.Array | bool, lengths: Callable[[], jax.Array], positions_MxL: jax.Array | None = None
@@ -148,8 +155,10 @@ def _tables(length: int, frequencies: np.ndarray, scale: float = 1.0) -> Rope:
     return jnp.asarray(np.cos(angles) * scale, jnp.float32), jnp.asarray(np.sin(angles) * scale, jnp.float32)
 
 
-def _frequencies(head_dim: int, max_timescale: float) -> np.ndarray:
-    return max_timescale ** (-np.arange(0, head_dim, 2) / head_dim)
+def _frequencies(head_dim: int, max_timescale: float, proportion: float = 1.0) -> np.ndarray:
+    """Returns the frequency of each pair; pairs beyond the proportion that is rotated have 0."""
+    pairs = np.arange(head_dim // 2)
+    return np.where(pairs < int(proportion * head_dim // 2), max_timescale ** (-2 * pairs / head_dim), 0.0)
 
 
 def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float]:
@@ -158,7 +167,8 @@ def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float
     Args:
       is_long: whether the frequencies are for long documents, which LongRoPE treats differently.
     """
-    frequencies = _frequencies(keys.head_dim, keys.rope_max_timescale)
+    head_dim = keys.global_head_dim or keys.head_dim
+    frequencies = _frequencies(head_dim, keys.rope_max_timescale, keys.global_rope_proportion)
     factor = keys.rope_factor
     if keys.rope_type == "linear":
         return frequencies / factor, 1.0

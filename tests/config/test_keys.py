@@ -85,9 +85,10 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "base_num_decoder_layers", "vocab_size", "logits_via_embedding", "rope_max_timescale",
         "normalization_layer_epsilon", "weight_dtype", "init_weights_seed", "opt_type",
         # A checkpoint of before them has their defaults.
-        "decoder_block", "attention_output_dim", "mlp_activations", "attention_bias", "use_qk_norm", "attention_type",
-        "sliding_window_size", "attn_logits_soft_cap", "final_logits_soft_cap", "query_pre_attn_scalar",
-        "trainable_position_size",
+        "decoder_block", "attention_output_dim", "global_head_dim", "global_num_kv_heads", "share_kv_projections",
+        "v_norm_with_scale", "global_rope_proportion", "local_rope_proportion", "mlp_activations",
+        "attention_bias", "use_qk_norm", "attention_type", "sliding_window_size", "attn_logits_soft_cap",
+        "final_logits_soft_cap", "query_pre_attn_scalar", "trainable_position_size",
         "local_rope_max_timescale", "rope_type", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor",
         "original_max_position_embeddings", "beta_fast", "beta_slow", "rope_attention_factor",
         "attention_out_bias", "mlp_projection_bias", "rope_short_factors", "rope_long_factors", "num_experts",

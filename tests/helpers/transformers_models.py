@@ -19,6 +19,11 @@ YARN_ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0, 1.1, 1.3, 1.5],
              "long_factor": [1.0, 2.5, 4.0, 6.0]}  # fmt: skip
 GEMMA: dict[str, Any] = {"head_dim": 16, "query_pre_attn_scalar": 24, "sliding_window": WINDOW}
+GEMMA4: dict[str, Any] = {
+    "head_dim": 8, "global_head_dim": 16, "num_global_key_value_heads": 1, "attention_k_eq_v": True,
+    "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW,
+    "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 0,
+}  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
     "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "q_lora_rank": 12, "kv_lora_rank": 10,
@@ -45,6 +50,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {"head_dim": 16, "num_key_value_heads": 1}),
     "gemma2": ("Gemma2", {**GEMMA, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
     "gemma3": ("Gemma3Text", {**GEMMA, "sliding_window_pattern": 3}),
+    "gemma4": (
+        "Gemma4Text",
+        GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24},
+    ),
+    "gemma4_dense": ("Gemma4Text", GEMMA4 | {"attention_k_eq_v": False, "num_global_key_value_heads": None}),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
         "Olmo3",
@@ -111,6 +121,7 @@ FAMILY_MODELS = (
     "gemma",
     "gemma2",
     "gemma3",
+    "gemma4",
     "olmo2",
     "olmo3",
     "phi3",
@@ -135,9 +146,12 @@ def make_model(name: str, **overrides: Any) -> Any:
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
     with torch.no_grad():
-        biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
-        for parameter in [*model.parameters(), *biases]:
+        learned = ("e_score_correction_bias", "layer_scalar")
+        buffers = [buffer for name, buffer in model.named_buffers() if name.endswith(learned)]
+        for parameter in [*model.parameters(), *buffers]:
             parameter.add_(0.1 * torch.randn_like(parameter))
+    for name, buffer in model.named_buffers():
+        buffer.requires_grad_(name.endswith("layer_scalar"))  # MaxText and we train it
     return model
 
 

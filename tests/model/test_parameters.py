@@ -21,6 +21,11 @@ FORMS = {
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=24")
 # What families with experts, and that of latents, have in place of a form that they lack.
 FORMS_OF_EXPERTS = FORMS | {"positions": ("use_qk_norm=true", "trainable_position_size=512")}
+FORMS_OF_GLOBAL_HEADS = FORMS | {
+    "plain": ("attention_type=local_sliding,global", "sliding_window_size=8"),
+    "positions": ("global_head_dim=48", "global_num_kv_heads=1", "share_kv_projections=true", "v_norm_with_scale=true"),
+    "untied": ("num_experts=1", "num_experts_per_tok=1", "norm_topk_prob=false", "base_moe_mlp_dim=-1"),
+}
 FORMS_OF_LATENTS = FORMS | {
     "biases": ("q_lora_rank=16", "shared_experts=2", "routed_bias=true"),
     "positions": ("first_num_dense_layers=3", "rope_type=yarn", "rope_factor=4"),
@@ -32,10 +37,15 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
     if not record.has_experts:
         return FORMS[form]
     own = ("attention_output_dim=48",) if record.has_narrow_experts else ()
-    own += ("interleave_moe_layer_step=2", "base_num_decoder_layers=4") if record.has_cycle else ()
+    own += (
+        ("interleave_moe_layer_step=2", "base_num_decoder_layers=4")
+        if "interleave_moe_layer_step" in record.own_keys
+        else ()
+    )
     if record.weighs_inputs:
         own += ("routed_score_func=sigmoid", "norm_topk_prob=false", "shared_experts=1")
-    return (*EXPERTS, *(FORMS_OF_LATENTS if record.has_latents else FORMS_OF_EXPERTS)[form], *own)
+    forms = FORMS_OF_GLOBAL_HEADS if record.has_global_heads else FORMS_OF_EXPERTS
+    return (*EXPERTS, *(FORMS_OF_LATENTS if record.has_latents else forms)[form], *own)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -164,6 +164,11 @@ GEMMA = (
     "decoder_block=gemma2 attention_type=local_sliding,global sliding_window_size=200 attn_logits_soft_cap=50 "
     "final_logits_soft_cap=30"
 )
+# A cycle of two layers, whose heads have the widths of Gemma 4's, and one key of the global layer for both shards.
+GEMMA4 = (
+    "decoder_block=gemma4 base_num_decoder_layers=2 attention_type=local_sliding,global sliding_window_size=200 "
+    "head_dim=256 global_head_dim=512 global_num_kv_heads=1 share_kv_projections=true query_pre_attn_scalar=1"
+)
 
 
 @pytest.mark.tpu
@@ -173,6 +178,7 @@ GEMMA = (
     [
         ("v5e:2x2", f"{GEMMA} ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5p:2x2x1", f"{GEMMA} ici_context_parallelism=2 scan_layers=false"),
+        ("v5e:2x2", f"{GEMMA4} ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5e:2x2", "ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5p:2x2x1", "ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5p:2x2x1", "ici_context_parallelism=2"),

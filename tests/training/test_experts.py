@@ -74,6 +74,23 @@ DEEPSEEK = (
 )
 
 
+# Two cycles of a local and a global layer, whose heads have other sizes.
+GEMMA4 = (
+    "decoder_block=gemma4",
+    "base_num_decoder_layers=4",
+    "attention_type=local_sliding,global",
+    "sliding_window_size=7",
+    "global_head_dim=16",
+    "global_num_kv_heads=1",
+    "share_kv_projections=true",
+    "use_qk_norm=true",
+    "query_pre_attn_scalar=1",
+    "mlp_activations=gelu,linear",
+    "steps=2",
+    UNSAVED,
+)
+
+
 def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
     devices, rows, keys = LAYOUTS[layout] if layout else (1, "8", ())
     config = tiny_config(*RUN, *keys, f"per_device_batch_size={rows}", f"run_dir={run_dir}", *overrides)
@@ -137,6 +154,15 @@ def test_a_cycle_of_layers_of_several_forms_is_one_run_on_all_layouts(tmp_path):
     layouts = {"experts, tensor and fsdp": ("scan_layers=true",), "experts and pipeline": (), of_context: ()}
     for layout, keys in layouts.items():
         found = run(tmp_path / layout, layout, *cycle, *keys)
+        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
+
+
+def test_gemma4_routes_and_balances_alike_on_all_layouts(tmp_path):
+    expected = run(tmp_path / "whole", "", *GEMMA4)
+    in_loop = ("scan_layers=true", "remat_policy=full")
+    for layout, keys in (("experts, tensor and fsdp", in_loop), ("experts and pipeline", ())):
+        found = run(tmp_path / layout, layout, *GEMMA4, *keys)
         assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 

@@ -187,9 +187,11 @@ def folder_of_gradients(model: Any, folder: Path) -> Path:
     with torch.no_grad():
         for ours, parameter in zip(holding.parameters(), model.parameters(), strict=True):
             ours.copy_(parameter.grad)
-        for name, buffer in holding.named_buffers():
-            if name.endswith("e_score_correction_bias"):  # which has no gradient
-                buffer.zero_()
+        for (name, ours), buffer in zip(holding.named_buffers(), model.buffers(), strict=True):
+            if buffer.requires_grad:
+                ours.copy_(buffer.grad)
+            elif name.endswith("e_score_correction_bias"):  # which has no gradient
+                ours.zero_()
     holding.save_pretrained(folder / "gradients")  # which takes the experts apart that it holds as one
     return folder / "gradients"
 

@@ -19,6 +19,7 @@ from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.config import Config
 from maxbatch.config.cycle import cycle_of
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
 from maxbatch.config.pins import texts_fixing
@@ -151,7 +152,9 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
         outputs = math.prod(row.shape(model)[axis] for axis in row.groups[1])
         sizes[row.kept] += outputs * (model.num_experts_per_tok if row.per_expert else 1)
     of_experts, cycle = model.num_experts_per_tok * moe_mlp_dim(model), cycle_of(model)
-    inner = sum(of_experts if form.has_experts else model.base_mlp_dim for form in cycle)
+    is_beside = FAMILIES[model.decoder_block].has_experts_beside_mlp
+    inner = sum(of_experts * form.has_experts for form in cycle)
+    inner += sum(model.base_mlp_dim for form in cycle if is_beside or not form.has_experts)
     products = sum(sizes.values()) + inner
     sizes |= {CONTEXT: sizes[MATRICES["query"].kept], INPUT: 0}
     remat = Remat.of(config.remat)

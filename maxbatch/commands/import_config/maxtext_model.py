@@ -13,7 +13,9 @@ from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import KEYS
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
-_NORMALISING = tuple(name for name, family in FAMILIES.items() if family.always_normalises)
+_NORMALISING = tuple(
+    name for name, family in FAMILIES.items() if family.always_normalises and not family.has_experts_beside_mlp
+)
 _YARN_DEFAULTS = {
     "rope_factor": "40", "beta_fast": "32", "beta_slow": "1", "original_max_position_embeddings": "4096",
     "rope_truncate": "true", "rope_attention_scaling": "false",

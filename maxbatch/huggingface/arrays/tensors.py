@@ -64,6 +64,7 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
         if holds_experts:
             inputs, outputs = row.groups
             axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
+            axes = ((0,), outputs, inputs) if family.expert_outputs_first else axes
         together = tuple(other.path for other in names if names[other] == name and other.layer == row.layer)
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
         alternates = holds_experts and bool(joined) and family.experts_alternate

@@ -42,12 +42,15 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
     if not family.model_type:
         raise ConfigError(f"decoder_block={family.decoder_block}: Hugging Face's transformers have no such family; "
                           "works: a decoder_block whose family they have")  # fmt: skip
-    stated = _common(config) | _windows(config, family) | (_rope(config, family) if family.has_rope else {})
+    has_rope = family.has_rope and not family.has_global_heads
+    stated = _common(config) | _windows(config, family) | (_rope(config, family) if has_rope else {})
     stated["hidden_act"] = _activation(config, family)
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_projection_bias}
     stated |= {field: biases[field] for field in family.bias_fields}
-    if family.has_experts:
+    if family.has_experts and config.num_experts > 1:
         stated |= _experts(config, family)
+    if family.has_global_heads:
+        stated |= _global_heads(config)
     if family.has_latents:
         stated |= _latents(config)
     if "attention_chunk_size" in family.defaults:
@@ -90,7 +93,9 @@ def _experts(config: DecoderConfig, family: Family) -> Json:
     stated: Json = {"num_experts": config.num_experts, "num_experts_per_tok": config.num_experts_per_tok}
     width = moe_mlp_dim(config)
     stated["intermediate_size"] = config.base_mlp_dim
-    if family.has_latents:
+    if family.has_experts_beside_mlp:
+        stated["moe_intermediate_size"] = width
+    elif family.has_latents:
         stated |= {"moe_intermediate_size": width, "moe_layer_freq": 1}
     elif "moe_intermediate_size" in family.defaults:
         stated |= {"moe_intermediate_size": width, "decoder_sparse_step": 1, "mlp_only_layers": []}
@@ -117,6 +122,27 @@ def _chunks(config: DecoderConfig) -> Json:
         "floor_scale": config.temperature_floor_scale,
         "attn_scale": config.temperature_attn_scale,
         "use_qk_norm": config.use_qk_norm,
+    }
+
+
+def _global_heads(config: DecoderConfig) -> Json:
+    """Returns the fields of Gemma 4's form: the heads of global layers, their RoPE, and what its small models have."""
+    proportional = {"rope_type": "proportional", "partial_rotary_factor": config.global_rope_proportion}
+    base = config.local_rope_max_timescale
+    local = {"rope_type": "default", "rope_theta": _plain(base if base > 0 else config.rope_max_timescale)}
+    return {
+        "global_head_dim": config.global_head_dim or config.head_dim,
+        "num_global_key_value_heads": config.global_num_kv_heads or config.base_num_kv_heads,
+        "attention_k_eq_v": config.share_kv_projections,
+        "rope_parameters": {
+            "full_attention": proportional | {"rope_theta": _plain(config.rope_max_timescale)},
+            "sliding_attention": local,
+        },
+        "enable_moe_block": config.num_experts > 1,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": config.vocab_size,
+        "num_kv_shared_layers": 0,
+        "use_double_wide_mlp": False,
     }
 
 
@@ -219,6 +245,9 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
         value: Any = read[key]
         if key == "query_pre_attn_scalar":
             ours, value = ours or config.head_dim, value or read["head_dim"]
+        usual = {"global_head_dim": config.head_dim, "global_num_kv_heads": config.base_num_kv_heads}
+        if key in usual:
+            ours, value = ours or usual[key], value or usual[key]
         if key == "attention_type":
             layers = config.base_num_decoder_layers
             ours, value = is_local_layer(ours, layers), is_local_layer(str(value), layers)

@@ -209,7 +209,8 @@ class _Fields:
             "attn_logits_soft_cap": (stated.get("attn_logit_softcapping") or 0) if family.has_soft_caps else 0,
             "final_logits_soft_cap": (stated.get("final_logit_softcapping") or 0) if family.has_soft_caps else 0,
             "query_pre_attn_scalar": stated.get("query_pre_attn_scalar"),
-            **(self._experts() if family.has_experts else {}),
+            **(self._experts() if self._has_experts else {}),
+            **(self._global_heads(layers) if family.has_global_heads else {}),
             **(self._latents() if family.has_latents else {}),
             **self._windows(layers),
             **(self._chunks(layers) if _CHUNK in family.defaults else {}),
@@ -222,6 +223,38 @@ class _Fields:
     def _mlp_dim(self, width: int) -> int:
         stated: int | None = self._stated.get("intermediate_size")
         return 4 * width if stated is None and not self._family.has_rope else self._stated["intermediate_size"]
+
+    @property
+    def _has_experts(self) -> bool:
+        has_them = not self._family.has_experts_beside_mlp or bool(self._stated.get("enable_moe_block"))
+        return self._family.has_experts and has_them
+
+    def _global_heads(self, num_layers: int) -> dict[str, object]:
+        """Returns the keys of heads that only global layers have, stated for all of them or layer by layer."""
+        stated, types = self._stated, self._layer_types(num_layers)
+        for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # of the small models
+            if stated.get(field):
+                raise ConfigError(f"{self._where}: {field}={stated[field]} is not supported")
+        if types[-1] == LOCAL:
+            raise ConfigError(f"{self._where}: layer_types: the last layer must be full_attention")
+        shared = bool(stated.get("attention_k_eq_v"))
+        head_dim, kv_heads = stated["global_head_dim"], stated.get("num_global_key_value_heads") if shared else None
+        by_layer = stated.get("per_layer_config")
+        if by_layer is not None:
+            own = {"head_dim": stated["head_dim"], "num_key_value_heads": stated["num_key_value_heads"]}
+            found = [own | (by_layer.get(str(layer)) or {}) for layer in range(num_layers)]
+            of_global = next((one for one, kind in zip(found, types, strict=True) if kind == GLOBAL), own)
+            if any(one != (of_global if kind == GLOBAL else own) for one, kind in zip(found, types, strict=True)):
+                raise ConfigError(f"{self._where}: per_layer_config is not supported unless all full_attention layers, "
+                                  "and they alone, have one head_dim and num_key_value_heads")  # fmt: skip
+            head_dim, kv_heads = of_global["head_dim"], of_global["num_key_value_heads"]
+        return {
+            "global_head_dim": head_dim or 0,
+            "global_num_kv_heads": kv_heads or 0,
+            "share_kv_projections": shared,
+            "v_norm_with_scale": False,
+            "query_pre_attn_scalar": 1,
+        }
 
     def _experts(self) -> dict[str, object]:
         """Returns the keys of experts; the weights of balance are those that training states."""
@@ -329,7 +362,25 @@ class _Fields:
             return [LOCAL if layer >= first else GLOBAL for layer in range(num_layers)]
         return [GLOBAL]
 
+    def _rope_of_global_heads(self) -> dict[str, object]:
+        """Returns the keys of RoPE on a part of the heads of global layers, and on the heads of the others."""
+        rope = self._stated["rope_parameters"]
+        of_global, local = (rope.get(name) or {} for name in ("full_attention", "sliding_attention"))
+        for part, kinds in ((of_global, ("proportional", "default")), (local, ("default",))):
+            kind = part.get("rope_type", "default")
+            share = part.get("partial_rotary_factor", 1.0)
+            if kind not in kinds or part.get("factor", 1) != 1 or (kind == "default" and share != 1):
+                raise ConfigError(f"{self._where}: rope_parameters={shown(str(part))} is not supported")
+        return {
+            "rope_max_timescale": of_global["rope_theta"],
+            "local_rope_max_timescale": local["rope_theta"],
+            "global_rope_proportion": of_global.get("partial_rotary_factor", 1.0),
+            "local_rope_proportion": 1.0,
+        }
+
     def _rope(self) -> dict[str, object]:
+        if self._family.has_global_heads:
+            return self._rope_of_global_heads()
         stated = self._stated
         rope = dict(stated.get("rope_parameters") or {})
         local_base = stated.get("rope_local_base_freq")

@@ -20,6 +20,7 @@ _WHOLE = {
             "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group", "q_lora_rank",
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp",
             "attention_chunk_size", "floor_scale",
+            "global_head_dim", "num_global_key_value_heads",
         ),
         _MOST,
     ),

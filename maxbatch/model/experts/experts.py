@@ -26,6 +26,7 @@ from maxbatch.model.experts.order import in_order, sorted_by, summed
 from maxbatch.model.experts.routing import Routes, RoutingSums, Slots, choose, within_rows
 from maxbatch.model.experts.travel import Compute, sum_over_axis
 from maxbatch.model.mlp import ACTIVATIONS, Activation
+from maxbatch.model.norms import of_unit_size
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import Weight, product
 from maxbatch.parallel.remat import kept
@@ -53,6 +54,8 @@ class Experts(nnx.Module):
     expert_up_bias: nnx.Param[jax.Array]
     expert_down_bias: nnx.Param[jax.Array]
     routed_bias: nnx.Param[jax.Array]  # if the model has it
+    router_scale: nnx.Param[jax.Array]  # this and the next if they are beside an MLP
+    expert_scale: nnx.Param[jax.Array]
 
     def __init__(self, config: ModelConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
@@ -67,23 +70,39 @@ class Experts(nnx.Module):
         )
         self.constrain, self.quantization = constrain, config.quantization
 
-    def __call__(self, x_MxLxD: jax.Array, slots: Slots, layer: jax.Array | int) -> tuple[jax.Array, RoutingSums]:
-        """Returns the output, [M, L, D] in x's dtype, and the sums of this layer, whose number is `layer`."""
-        logits_MxLxE = self._logits(x_MxLxD)
-        routes, scores_MxLxE = choose(self.config, logits_MxLxE, self._bias)
+    def __call__(
+        self, x_MxLxD: jax.Array, slots: Slots, layer: jax.Array | int, stream_MxLxD: jax.Array
+    ) -> tuple[jax.Array, RoutingSums]:
+        """Returns the output, [M, L, D] in x's dtype, and the sums of this layer, whose number is `layer`.
+
+        A router beside an MLP reads the stream, others read x.
+        """
+        logits_MxLxE = self._logits(x_MxLxD, stream_MxLxD)
+        routes, scores_MxLxE = self._chosen(logits_MxLxE)
         routes, sums = within_rows(self.config, routes, scores_MxLxE, logits_MxLxE, slots, layer)
         return self._computed(x_MxLxD, routes), sums
 
-    def of_each(self, x_MxLxD: jax.Array) -> jax.Array:
+    def of_each(self, x_MxLxD: jax.Array, stream_MxLxD: jax.Array) -> jax.Array:
         """Returns the output of tokens that are all real and whose rows have no capacity, as in sampling."""
-        routes, _ = choose(self.config, self._logits(x_MxLxD), self._bias)
+        routes, _ = self._chosen(self._logits(x_MxLxD, stream_MxLxD))
         return self._computed(x_MxLxD, routes)
 
     @property
     def _bias(self) -> jax.Array | None:
         return jax.lax.stop_gradient(self.routed_bias[...]) if hasattr(self, "routed_bias") else None
 
-    def _logits(self, x_MxLxD: jax.Array) -> jax.Array:
+    def _chosen(self, logits_MxLxE: jax.Array) -> tuple[Routes, jax.Array]:
+        routes, scores_MxLxE = choose(self.config, logits_MxLxE, self._bias)
+        if hasattr(self, "expert_scale"):
+            scales_MxLxk = self.expert_scale[...].astype(jnp.float32)[routes.experts_MxLxk]
+            routes = routes._replace(weights_MxLxk=routes.weights_MxLxk * scales_MxLxk)
+        return routes, scores_MxLxE
+
+    def _logits(self, x_MxLxD: jax.Array, stream_MxLxD: jax.Array) -> jax.Array:
+        if hasattr(self, "router_scale"):
+            scale_D = self.router_scale[...].astype(jnp.float32) * stream_MxLxD.shape[-1] ** -0.5
+            x_MxLxD = of_unit_size(stream_MxLxD.astype(jnp.float32), self.config.normalization_layer_epsilon)
+            x_MxLxD *= scale_D[None, None]
         # Whole in D and E, so that no mesh changes the order of the sums.
         x_MxLxD = self.constrain(x_MxLxD, ("batch", "length", "embed"))
         w_DxE = self.constrain(self.router[...].astype(jnp.float32), (None, None))

@@ -348,6 +348,44 @@ def test_layers_without_rope_and_chunks_are_those_of_maxtext(tmp_path: Path) -> 
     assert fates["inhomogeneous_layer_cycle_interval"].is_essential
 
 
+GEMMA4 = """decoder_block: gemma4
+base_num_decoder_layers: 6
+base_num_query_heads: 16
+base_num_kv_heads: 8
+head_dim: 256
+global_head_dim: 512
+global_num_kv_heads: 2
+mlp_activations: ["gelu","linear"]
+logits_via_embedding: true
+sliding_window_size: 1024
+use_post_attn_norm: true
+use_post_ffw_norm: true
+share_kv_projections: true
+v_norm_with_scale: false
+local_rope_max_timescale: 10000
+global_rope_max_timescale: 1000000
+rope_max_timescale: 500
+"""
+GEMMA4_EXPERTS = "num_experts: 8\nnum_experts_per_tok: 2\nnorm_topk_prob: true\nshared_experts: 1\n"
+
+
+def test_gemma4_is_that_of_maxtext(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "d.yml", f"{SYNTHETIC}{GEMMA4}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.global_head_dim, config.global_num_kv_heads, config.share_kv_projections) == (512, 2, True)
+    assert (config.rope_max_timescale, config.local_rope_max_timescale) == (1_000_000, 10_000)
+    assert (config.use_qk_norm, config.query_pre_attn_scalar, config.v_norm_with_scale) == (True, 1, False)
+    assert config.attention_type.split(",") == ["local_sliding"] * 5 + ["global"]
+    config, fates = imported("maxtext", tmp_path / "e.yml", f"{SYNTHETIC}{GEMMA4}{GEMMA4_EXPERTS}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.num_experts, config.norm_topk_prob, config.shared_experts) == (8, True, 0)
+    default = GEMMA4.replace("v_norm_with_scale: false\n", "")
+    assert imported("maxtext", tmp_path / "v.yml", f"{SYNTHETIC}{default}")[0].v_norm_with_scale
+    for word, other in (("shared_experts: 1", "shared_experts: 2"), ("norm_topk_prob: true", "norm_topk_prob: false")):
+        text = f"{SYNTHETIC}{GEMMA4}{GEMMA4_EXPERTS}".replace(word, other)
+        assert imported("maxtext", tmp_path / "o.yml", text)[1][word.partition(":")[0]].is_essential
+
+
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
         imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")

@@ -56,7 +56,7 @@ def looped(experts: Experts, x_MxLxD: jax.Array, segments_MxL: jax.Array, normal
 def test_a_layer_of_experts_is_a_loop_over_them_and_padding_goes_to_none(x, slots, normalises):
     experts = experts_of(f"norm_topk_prob={str(normalises).lower()}")
     with jax.default_matmul_precision("highest"):
-        found, sums = nnx.jit(lambda m, x: m(x, slots, 0))(experts, x)
+        found, sums = nnx.jit(lambda m, x: m(x, slots, 0, x))(experts, x)
     np.testing.assert_allclose(found, looped(experts, x, slots.segments_MxL, normalises), atol=1e-5)
     assert int(sums.counts_E.sum()) == CHOICES * 19 and int(sums.dropped) == 0
     np.testing.assert_allclose(sums.scores_E.sum(), 19, rtol=1e-5)
@@ -88,21 +88,21 @@ def test_sigmoid_scores_choose_within_groups_by_the_bias_and_weigh_without_it(gr
 
 def test_a_capacity_drops_the_last_choices_of_a_row_whatever_the_other_rows_are(x, slots):
     experts = experts_of("norm_topk_prob=true", "capacity_factor=0.5")
-    run = nnx.jit(lambda m, x, slots: m(x, slots, 0))
+    run = nnx.jit(lambda m, x, slots: m(x, slots, 0, x))
     together, sums = run(experts, x, slots)
     alone, _ = run(experts, x[:1], Slots(*(array[:1] for array in slots)))
     np.testing.assert_allclose(together[:1], alone, atol=1e-6)
     # 0.5 x 12 x 2 / 5 and 0.5 x 7 x 2 / 5, rounded up, for each of five experts
     assert int(sums.dropped) >= CHOICES * 12 - 3 * 5 + CHOICES * 7 - 2 * 5
     vast = experts_of("norm_topk_prob=true", "capacity_factor=1e30")
-    unbound, sums = nnx.jit(lambda m, x, slots: m(x, slots, 0))(vast, x, slots)
+    unbound, sums = nnx.jit(lambda m, x, slots: m(x, slots, 0, x))(vast, x, slots)
     assert int(sums.dropped) == 0
     np.testing.assert_allclose(together[0, 0], unbound[0, 0], atol=1e-6)  # the first token of a row loses nothing
 
 
 def test_the_hash_of_routes_tells_experts_layers_and_rows_apart(x, slots):
     experts = experts_of("norm_topk_prob=true")
-    run = nnx.jit(lambda m, x, slots, layer: m(x, slots, layer)[1].limbs_4)
+    run = nnx.jit(lambda m, x, slots, layer: m(x, slots, layer, x)[1].limbs_4)
     others = [
         run(experts, x, slots, 1),
         run(experts, -x, slots, 0),
@@ -117,8 +117,8 @@ def test_the_hash_of_routes_tells_experts_layers_and_rows_apart(x, slots):
 def test_the_bias_moves_the_choice_and_no_weight(x, slots):
     experts = experts_of("norm_topk_prob=false", "routed_bias=true")
     experts.routed_bias[...] = jnp.asarray([0.0, 0.0, 9.0, 9.0, 0.0])
-    _, sums = nnx.jit(lambda m, x: m(x, slots, 0))(experts, x)
+    _, sums = nnx.jit(lambda m, x: m(x, slots, 0, x))(experts, x)
     assert sums.counts_E.tolist() == [0, 0, 19, 19, 0]
     unbiased = experts_of("norm_topk_prob=false")
-    _, plain = nnx.jit(lambda m, x: m(x, slots, 0))(unbiased, x)
+    _, plain = nnx.jit(lambda m, x: m(x, slots, 0, x))(unbiased, x)
     np.testing.assert_allclose(sums.scores_E, plain.scores_E, rtol=1e-6)
