@@ -32,7 +32,7 @@ DEEPSEEK: dict[str, Any] = {
 }  # fmt: skip
 LLAMA4: dict[str, Any] = {
     "intermediate_size_mlp": 40, "head_dim": 8, "num_local_experts": 5, "num_experts_per_tok": 2, "floor_scale": 5,
-    "attention_chunk_size": WINDOW,
+    "attention_chunk_size": WINDOW, "no_rope_layer_interval": 2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 
