@@ -11,7 +11,9 @@ from typing import Any
 from maxbatch import BatchPlan, load_config
 
 IMAGES = Path(__file__).parents[1] / "images"
-SCHEDULES = Path(__file__).parents[2] / "benchmarks" / "schedules.json"  # written by `python -m benchmarks.schedules`
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SCHEDULES = BENCHMARKS / "schedules.json"  # written by `python -m benchmarks.schedules`
+QUALITY = BENCHMARKS / "quality.json"  # written by `python -m benchmarks quality --json benchmarks/quality.json`
 LAYOUT = (("per_device_batch_size=3", "gradient_accumulation_steps=2"), 3)
 RAMP = (("batch_size_schedule=0:32 768:64 1536:96 2304:128", "steps=68"), 4)
 COLOURS = ("#3f51b5", "#00897b", "#ef6c00", "#8e24aa")
@@ -28,6 +30,11 @@ def text(x: float, y: float, said: str, **style: str | int) -> str:
 
 def rectangle(x: float, y: float, width: float, height: float, fill: str) -> str:
     return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="4" fill="{fill}"/>'
+
+
+def line(x: float, y: float, to_x: float, to_y: float, fill: str, width: float) -> str:
+    ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
+    return f'<line {ends} stroke="{fill}" stroke-width="{width}"/>'
 
 
 def picture(title: str, height: int, parts: Iterator[str]) -> str:
@@ -119,10 +126,6 @@ def schedules(figures: dict[str, dict[str, Any]]) -> str:
     def up(loss: float) -> float:
         return bottom - (bottom - top) * (loss - low) / (high - low)
 
-    def line(x: float, y: float, to_x: float, to_y: float, fill: str, width: float) -> str:
-        ends = f'x1="{x:.1f}" y1="{y:.1f}" x2="{to_x:.1f}" y2="{to_y:.1f}"'
-        return f'<line {ends} stroke="{fill}" stroke-width="{width}"/>'
-
     def parts() -> Iterator[str]:
         yield text(16, 30, "Held-out loss less the constant batch's, nats per byte", size=18, weight=600)
         yield rectangle(left, up(margin), right - left, up(-margin) - up(margin), "#eceff1")
@@ -145,12 +148,45 @@ def schedules(figures: dict[str, dict[str, Any]]) -> str:
     return picture("Loss of three schedules of the batch against a constant one", bottom + 60, parts())
 
 
+def quality(measured: list[dict[str, Any]]) -> str:
+    """Draws the held-out loss of each preset in float32 and in 8 bits, in percent of bfloat16's."""
+    losses: dict[str, dict[str, float]] = {}
+    for one in measured:
+        preset, _, what = one["name"].partition(": ")
+        kind = what.partition(" over ")[0] if " over " in what else what.rpartition(", ")[2]
+        losses.setdefault(preset, {})[kind] = one["detail"]["loss"]
+    left, right, top, bottom, most, margin = 70, WIDTH - 24, 60, 300, 3.0, 1.0
+    column = (right - left) / len(losses)
+
+    def up(percent: float) -> float:
+        return (top + bottom) / 2 - (bottom - top) / 2 * percent / most
+
+    def parts() -> Iterator[str]:
+        yield text(16, 30, "Held-out loss more or less than bfloat16's, percent", size=18, weight=600)
+        yield rectangle(left, up(margin), right - left, up(-margin) - up(margin), "#eceff1")
+        for percent in (2.0, margin, 0.0, -margin, -2.0):
+            yield line(left, up(percent), right, up(percent), "#90a4ae", 2 if percent == 0 else 1)
+            yield text(left - 10, up(percent) + 5, f"{percent:+.0f}" if percent else "0", anchor="end")
+        for place, (preset, found) in enumerate(losses.items()):
+            middle = left + column * (place + 0.5)
+            for number, kind in enumerate(("float32", "int8", "fp8")):
+                x, percent = middle + (number - 1) * 44, 100 * (found[kind] / found["bfloat16"] - 1)
+                yield f'<circle cx="{x:.1f}" cy="{up(percent):.1f}" r="6" fill="{COLOURS[number]}"/>'
+                yield text(x, up(percent) - 10, kind, anchor="middle", fill=COLOURS[number], size=12)
+            yield text(middle, bottom + 22, preset, anchor="middle", weight=600)
+        said = "one run each; grey: 1%"
+        yield text((left + right) / 2, bottom + 46, said, anchor="middle", fill="#546e7a", size=13)
+
+    return picture("Held-out loss in float32 and in 8 bits beside bfloat16", bottom + 62, parts())
+
+
 def pictures() -> dict[str, str]:
     """Returns the SVG of each file of docs/images/."""
     return {
         "layout.svg": layout(plan_of(LAYOUT)),
         "ramp.svg": ramp(plan_of(RAMP)),
         "schedules.svg": schedules(json.loads(SCHEDULES.read_text(encoding="utf-8"))),
+        "quality.svg": quality(json.loads(QUALITY.read_text(encoding="utf-8"))["benchmarks"]["quality"]),
     }
 
 
