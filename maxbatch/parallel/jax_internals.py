@@ -6,10 +6,12 @@ on a name that is gone; `tests/training/compile/test_saved.py` loads saved progr
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -21,6 +23,26 @@ def coordination() -> Any:
     from jax._src.distributed import global_state
 
     return global_state
+
+
+@functools.cache
+def share_cached_cpu_programs(cpu: str) -> None:
+    """Lets all processes of a run on CPUs find the programs that its first process caches; `cpu` describes the CPU.
+
+    JAX lets only the first process write into the cache. The keys have a fingerprint of the topology, which on CPUs
+    differs between processes, so the others would compile every program at every start.
+    """
+    from jax._src import cache_key
+
+    hash_topology = cache_key._hash_accelerator_config
+
+    def hash_topology_or_cpu(hash_obj: Any, accelerators: np.ndarray) -> None:
+        if accelerators.flat[0].platform == "cpu":
+            hash_obj.update(cpu.encode())
+        else:
+            hash_topology(hash_obj, accelerators)
+
+    cache_key._hash_accelerator_config = hash_topology_or_cpu
 
 
 def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:

@@ -9,7 +9,9 @@ the program waits forever. More threads than all devices together can keep exclu
 
 from __future__ import annotations
 
+import functools
 import os
+from pathlib import Path
 
 _THREADS_PER_DEVICE = 4  # nested loops of a step; idle threads cost time
 MOST_THREADS = 256  # XLA's own limit for the pool
@@ -48,6 +50,16 @@ def give_cpu_devices_threads() -> None:
     os.environ["PJRT_NPROC"] = str(max(threads, int(own) if own.isdecimal() else 0))
     words += [f"{name}={value}" for name, value in _FLAGS.items() if name not in flags]
     os.environ["XLA_FLAGS"] = " ".join(words)
+
+
+@functools.cache
+def cpu_features() -> str:
+    """Returns the features of this machine's CPUs; a program for another CPU may use missing instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return "unknown"
+    return "\n".join(sorted({line for line in lines if line.startswith(("flags", "Features"))}))
 
 
 def variables_of_host(port: int, num_hosts: int, index: int) -> dict[str, str]:

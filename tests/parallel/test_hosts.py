@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from maxbatch import ConfigError
 from maxbatch.parallel import hosts
 from maxbatch.testing import run
 from maxbatch.training import pretraining
+from maxbatch.training.compile.cache import use_persistent_cache
 from tests.helpers.command import Hold, environment, maxbatch, recorded
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import SAME, TINY_RUN, UNSAVED, assert_same_run, read_metrics, tiny_config
@@ -59,6 +63,19 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(tmp_path: Path) 
     for folder in folders:
         assert_same_run(read_metrics(folder), read_metrics(tmp_path / "one"), (*SAME, "learning_rate"))
         assert len({m["compiles"] for m in read_metrics(folder)[1:]}) == 1, "nothing compiles after the first step"
+
+
+@pytest.mark.processes
+def test_hosts_on_cpus_compile_no_program_that_the_first_has_cached(tmp_path: Path) -> None:
+    def compiled(_: int) -> int:
+        events: list[str] = []
+        jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
+        use_persistent_cache(str(tmp_path), tmp_path)
+        jax.jit(jnp.cos, out_shardings=NamedSharding(jax.make_mesh((2,), ("x",)), P("x")))(jnp.ones(2))
+        return events.count("compile_requests_use_cache") - events.count("cache_hits")
+
+    first, second = (run(compiled, devices=2, hosts=2, timeout=100) for _ in range(2))
+    assert min(first) > 0 and second == [0, 0]
 
 
 @pytest.mark.processes

@@ -23,6 +23,7 @@ from maxbatch.parallel.jax_internals import load_executable
 from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically, writing_folder
 from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
+from maxbatch.system.cpu_devices import cpu_features
 from maxbatch.system.errors import ConfigError, reading, writing
 from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
@@ -38,7 +39,7 @@ def versions(platform: str) -> dict[str, str]:
     packages = ["jax", "jaxlib", "flax", "optax"] + ["libtpu"] * (platform == "tpu")
     found = {name: importlib.metadata.version(name) for name in packages}
     if platform == "cpu":
-        found["cpu"] = _cpu_features()
+        found["cpu"] = _hash(cpu_features().encode())
     return {**found, "source": _source_hash()}
 
 
@@ -49,16 +50,6 @@ def _source_hash() -> str:
     rooms = ("model", "parallel", "plan", "data/feed", "data/stream", "training")
     modules = [path for room in rooms for path in (package / room).rglob("*.py")]
     return _hash(*(path.read_bytes() for path in sorted(modules)))
-
-
-@functools.cache
-def _cpu_features() -> str:
-    """Returns a hash of this CPU's features; a program for another CPU may use missing instructions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return "unknown"
-    return _hash(*sorted({line.encode() for line in lines if line.startswith(("flags", "Features"))}))
 
 
 def _hash(*parts: bytes) -> str:
