@@ -209,7 +209,7 @@ def test_adapters_of_before_are_compared_the_old_way_and_pinned_in_the_new(tmp_p
     assert newest(run_dir).origin == record.origin
     shutil.rmtree(run_dir / "checkpoints" / "2")
     flip(folder / "model.safetensors", 20)  # of the header, which the first block holds
-    with pytest.raises(ConfigError, match="is another model than the one that the run"):
+    with pytest.raises(ConfigError, match="is not the model that the run"):
         go(2)
 
 
