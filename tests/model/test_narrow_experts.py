@@ -95,7 +95,7 @@ def test_the_layers_and_their_cache_are_those_of_maxtext() -> None:
     @jax.jit
     def both(params: nnx.State) -> tuple[jax.Array, jax.Array]:
         decoder = nnx.merge(graphdef, params)
-        cached, _ = decoder.hidden_with_cache(tokens, jnp.arange(LENGTH)[None], decoder.empty_cache(1, LENGTH))
+        cached, _ = decoder.hidden_with_caches(tokens, jnp.arange(LENGTH)[None], decoder.empty_caches(1, LENGTH))
         return decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD, cached
 
     for found in both(params):
