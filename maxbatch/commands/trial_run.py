@@ -13,7 +13,7 @@ import tempfile
 from typing import Any, NamedTuple
 
 from maxbatch.config.config import Config
-from maxbatch.config.cycle import cycle_of
+from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.recipes import Recipe
@@ -82,7 +82,7 @@ def make_trial(config: Config) -> TinyRun:
 def _model_keys(config: Config, stages: int) -> dict[str, object]:
     """Returns model sizes that suit its pattern of layers, its stages and the pairs of its heads."""
     pattern = len(config.attention_type.split(","))
-    layers = math.lcm(pattern, len(cycle_of(config.model)) * stages * config.num_pipeline_repeats)
+    layers = math.lcm(pattern, cycle_length(config.model) * stages * config.num_pipeline_repeats)
     shared = config.base_num_query_heads // config.base_num_kv_heads
     kv_heads = {1: _HEADS, config.base_num_query_heads: 1}.get(shared, _HEADS // 2)
     has_experts = config.num_experts > 1

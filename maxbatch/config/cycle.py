@@ -29,11 +29,19 @@ def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     return tuple(LayerForm(has_experts, is_local) for has_experts in (False, True) for is_local in windows)
 
 
-def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
-    """Returns the form of each place in the cycle that the layers repeat; of most families it has one place.
+def cycle_length(model: ModelConfig) -> int:
+    """Returns the layers of a cycle: the least common multiple of the periods that the keys state; 1 for most families.
 
-    Its length is the least common multiple of the periods that the keys state.
+    It is computed without the cycle, which a config that is still to be refused may make very long.
     """
+    if not FAMILIES[model.decoder_block].has_cycle:
+        return 1
+    windows, unrotated_step = len(model.attention_type.split(",")), max(1, model.nope_layer_interval)
+    return math.lcm(windows, model.interleave_moe_layer_step, unrotated_step)
+
+
+def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
+    """Returns the form of each place in the cycle that the layers repeat; of most families it has one place."""
     family = FAMILIES[model.decoder_block]
     if not family.has_cycle:
         return possible_forms(family)
@@ -46,7 +54,7 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
         is_local = has_rope if has_chunks else windows[place % len(windows)].strip() == LOCAL
         return LayerForm(may_have and (place + 1) % experts_step == 0, is_local, has_rope)
 
-    return tuple(map(form, range(math.lcm(len(windows), experts_step, unrotated_step or 1))))
+    return tuple(map(form, range(cycle_length(model))))
 
 
 def local_layers(model: ModelConfig, num_layers: int) -> tuple[bool, ...]:

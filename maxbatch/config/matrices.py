@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from functools import cache
 
-from maxbatch.config.cycle import LayerForm, cycle_of, possible_forms
+from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, possible_forms
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.sections import ModelConfig
 
@@ -118,7 +118,7 @@ def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
 
 def num_stacked(model: ModelConfig, stack: str = LAYERS) -> int:
     """Returns the size of a stack's leading axis: its layers, or cycles of layers."""
-    return num_layers(model, stack) // (len(cycle_of(model)) if stack == LAYERS else 1)
+    return num_layers(model, stack) // (cycle_length(model) if stack == LAYERS else 1)
 
 
 def layer_paths(model: ModelConfig) -> tuple[ParameterPath, ...]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
-from maxbatch.config.cycle import cycle_of
+from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
@@ -306,7 +307,13 @@ def _check_layers(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
 
 def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for layers that are not whole cycles of the forms that they repeat."""
-    length, layers = len(cycle_of(config)), config.base_num_decoder_layers
+    if not FAMILIES[config.decoder_block].has_cycle:
+        return
+    layers = config.base_num_decoder_layers
+    for name in ("interleave_moe_layer_step", "nope_layer_interval"):
+        if config[name] > layers:
+            raise fault(name, f"at most base_num_decoder_layers={layers}", layers)
+    length = cycle_length(config)
     if layers % length:
         rule = f"a multiple of {length}, the layers of a cycle of forms"
         raise fault("base_num_decoder_layers", rule, max(1, round(layers / length)) * length)
@@ -326,14 +333,7 @@ _OF_EXPERTS = (
     "capacity_factor", *KEPT_OF_EXPERTS,
 )  # fmt: skip
 # Keys of the forms of some families only, and keys of forms that DeepSeek's lacks.
-_OF_SOME = (
-    "interleave_moe_layer_step", "nope_layer_interval", "chunk_attn_window_size", "temperature_tuning",
-    "temperature_floor_scale", "temperature_attn_scale", "attention_output_dim",
-    "global_head_dim", "global_num_kv_heads", "share_kv_projections", "v_norm_with_scale", "global_rope_proportion",
-    "local_rope_proportion",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale", "shared_experts",
-    "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups", "topk_routing_group",
-)  # fmt: skip
+_OF_SOME = tuple(dict.fromkeys(key for family in FAMILIES.values() for key in family.own_keys))
 _NOT_OF_LATENTS = (
     "attention_bias", "attention_out_bias", "mlp_projection_bias", "use_qk_norm", "attention_type",
     "query_pre_attn_scalar", "trainable_position_size",
@@ -343,11 +343,12 @@ _NOT_OF_LATENTS = (
 def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
-    for name in ("base_emb_dim", "base_mlp_dim", "base_moe_mlp_dim"):
+    for name in ("base_emb_dim", "attention_output_dim", "base_mlp_dim", "base_moe_mlp_dim"):
         times = config.shared_experts or 1 if name == "base_moe_mlp_dim" else 1
         if config[name] * times > _MOST_INT8_TERMS:
             raise fault(name, rule, _MOST_INT8_TERMS // times)
-    width, together = config.head_dim, config.base_num_kv_heads
+    width = max(config.head_dim, config.global_head_dim)
+    together = math.lcm(config.base_num_kv_heads, config.global_num_kv_heads or 1)
     if has_latents:
         width, together = config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim), 1
     if config.base_num_query_heads * width > _MOST_INT8_TERMS:
@@ -368,12 +369,12 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         return {name: keys[name].default for name in names if config[name] != keys[name].read(keys[name].default)}
 
     has_experts = family.has_experts and (num_experts > 1 or not family.has_experts_beside_mlp)
-    if not has_experts and (works := stated(_OF_EXPERTS)):
-        name, works = next(iter(works)), works | stated(tuple(key for key in _OF_SOME if key not in family.own_keys))
-        others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
-        rule = f"{works[name]} beside {block}, whose layers have no experts (experts are in {others})"
-        raise refuse(name, rule, works)
     lacks = tuple(name for name in _OF_SOME if name not in family.own_keys)
+    if not has_experts and (works := stated(_OF_EXPERTS)):
+        name, works = next(iter(works)), works | stated(lacks)
+        others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
+        why = f"with num_experts={num_experts}" if family.has_experts else f"(experts are in {others})"
+        raise refuse(name, f"{works[name]} beside {block}, whose layers have no experts {why}", works)
     if works := stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
         name = next(iter(works))
         having = ", ".join(other.decoder_block for other in FAMILIES.values() if name in other.own_keys)

@@ -20,7 +20,7 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.cycle import LayerForm, cycle_of, local_layers
+from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, local_layers
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, layer_paths, num_layers, num_stacked
 from maxbatch.model.attention import Attention
@@ -174,7 +174,7 @@ class LayerCycle(nnx.Module):
     """One cycle of layers of several forms. Its attributes are their places: "0", "1" and so on."""
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
-        self.length = len(cycle_of(config))
+        self.length = cycle_length(config)
         for path, form in zip(layer_paths(config), cycle_of(config), strict=True):
             setattr(self, path[-1], DecoderLayer(config, ".".join(path), form, rngs=rngs, constrain=constrain))
 
@@ -235,7 +235,7 @@ class Decoder(nnx.Module):
             dense = partial(DecoderLayer, config, DENSE_LAYERS, LayerForm(has_experts=False), constrain=constrain)
             self.dense_layers = _stack_of(dense, self.num_dense, DENSE_LAYERS, rngs)
         inside, cycle = layer_runner.constrain if layer_runner else constrain, cycle_of(config)
-        self.num_stacked, self.cycle_length = num_stacked(config), len(cycle)
+        self.num_stacked, self.cycle_length = num_stacked(config), cycle_length(config)
         if self.cycle_length == 1:
             layer = partial(DecoderLayer, config, LAYERS, cycle[0], constrain=inside)
             self.layers = _stack_of(layer, self.num_stacked, LAYERS, rngs)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.config.combined import PlanConfig
-from maxbatch.config.cycle import cycle_of
+from maxbatch.config.cycle import cycle_length
 from maxbatch.config.matrices import num_layers, num_stacked
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
@@ -231,7 +231,7 @@ def _room(config: PlanConfig, axis: str) -> int:
 
 def _dimension(config: PlanConfig, name: str) -> str:
     """Returns the statement of such a dimension."""
-    dense, cycle = config.model.first_num_dense_layers, len(cycle_of(config.model))
+    dense, cycle = config.model.first_num_dense_layers, cycle_length(config.model)
     if name == _SPLIT["pipeline"] and cycle > 1:
         return f"the {num_stacked(config.model)} cycles of {cycle} layers in {stated(config, name)}"
     if name != _SPLIT["pipeline"] or not dense:

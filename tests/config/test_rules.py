@@ -228,6 +228,14 @@ def test_tensors_of_custom_remat_are_refused_under_another_policy_and_given_up_b
         (("base_emb_dim=200000",), "base_emb_dim=133144"),
         (("base_num_query_heads=1048", "base_num_kv_heads=8", "head_dim=128"), "base_num_query_heads=1040"),
         (("model_name=deepseek3-671b", "base_num_query_heads=521"), "base_num_query_heads=520"),
+        (
+            ("decoder_block=gemma4", "base_num_query_heads=264", "global_num_kv_heads=3", "global_head_dim=512"),
+            "base_num_query_heads=258",
+        ),
+        (
+            ("decoder_block=qwen3_custom_moe", "num_experts=4", "attention_output_dim=133146"),
+            "attention_output_dim=133144",
+        ),
     ],
 )
 def test_sums_of_int8_that_an_int32_may_not_hold_are_refused(overrides: tuple[str, ...], works: str) -> None:

@@ -73,6 +73,8 @@ def test_chunks_layers_without_rope_and_growing_scores_are_those_of_each_documen
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
+        ((*ENVY, "interleave_moe_layer_step=1000000000"), "must be at most base_num_decoder_layers=4; .*_step=4"),
+        ((*LLAMA4, "nope_layer_interval=1000000000"), "must be at most base_num_decoder_layers=4; .*_interval=4"),
         ((*ENVY, "base_num_decoder_layers=5"), "base_num_decoder_layers=5: must be a multiple of 2, .*_layers=4"),
         (("interleave_moe_layer_step=2",), r"must be 1 beside decoder_block=llama2.*\(only in llama4, envy\)"),
         (

@@ -65,6 +65,10 @@ def test_parameters_and_flops_count_the_heads_of_each_layer() -> None:
         (("rope_type=linear",), "rope_type=linear: must be default beside decoder_block=gemma4"),
         (("trainable_position_size=64",), "trainable_position_size=64: must be -1 beside decoder_block=gemma4"),
         (("base_moe_mlp_dim=8",), "base_moe_mlp_dim=8: must be -1 beside decoder_block=gemma4, whose layers have no"),
+        (
+            ("norm_topk_prob=true",),
+            "norm_topk_prob=true: must be false .* whose layers have no experts with num_experts=1",
+        ),
         (("base_num_decoder_layers=3",), "base_num_decoder_layers=3: must be a multiple of 2"),
     ],
 )
@@ -84,6 +88,7 @@ def works_of(message: str, name: str) -> list[str]:
     [
         ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
         ({"hidden_size_per_layer_input": None}, ""),
+        ({"num_hidden_layers": 0, "layer_types": None}, ""),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "the last layer must be full_attention"),
         ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config is not supported unless all full_attention"),

@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from maxbatch.config.cycle import cycle_of
+from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES, Family
 from maxbatch.config.matrices import LAYERS, Parameter, ParameterPath, possible_parameters
 from maxbatch.config.sections import ModelConfig
@@ -138,7 +138,7 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
       ConfigError: the family has no such parameter.
     """
     shapes = {parameter_path(path): leaf.shape for path, leaf in jax.tree.leaves_with_path(params)}
-    layouts, cycle_length = layouts_of(model), len(cycle_of(model))
+    layouts = layouts_of(model)
     rows = {row.path: row for row in possible_parameters(model)}
 
     def place(path: ParameterPath) -> TensorPlace:
@@ -159,7 +159,7 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
         if path[0] != LAYERS:
             return TensorPlace(layout, shape, first, stacked)
         first_layer = model.first_num_dense_layers + sum(map(int, row.layer[1:]))
-        return TensorPlace(layout, shape, first, stacked, first_layer, cycle_length)
+        return TensorPlace(layout, shape, first, stacked, first_layer, cycle_length(model))
 
     return {path: place(path) for path in shapes}
 

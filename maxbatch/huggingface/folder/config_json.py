@@ -235,7 +235,7 @@ class _Fields:
         for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # of the small models
             if stated.get(field):
                 raise ConfigError(f"{self._where}: {field}={stated[field]} is not supported")
-        if types[-1] == LOCAL:
+        if types[-1:] == [LOCAL]:
             raise ConfigError(f"{self._where}: layer_types: the last layer must be full_attention")
         shared = bool(stated.get("attention_k_eq_v"))
         head_dim, kv_heads = stated["global_head_dim"], stated.get("num_global_key_value_heads") if shared else None
