@@ -34,6 +34,7 @@ SHARE, SOME = Bounds(0, 1), Bounds(above=0, at_most=1)
 BELOW_ONE, INSIDE = Bounds(at_least=0, below=1), Bounds(above=0, below=1)
 SEED = Bounds(0, 2**32 - 1)
 ROWS, SAMPLES = Bounds(above=0, at_most=2**31), Bounds(1, 2**40)
+LAYERS = Bounds(1, 2**20)  # a plan looks at each of them
 COUNT_OR_OFF = Bounds(at_least=1, also=-1)
 ROWS_OR_SAME = Bounds(above=0, at_most=2**31, also=0)
 
@@ -269,7 +270,7 @@ class ModelConfig(Section, changes="the model's computation"):
     attention_output_dim: int = key(-1, "qwen3_custom_moe: width of attention's output, which its experts take and "
         "return, in place of base_emb_dim", MODEL, COUNT_OR_OFF)
     base_mlp_dim: int = key(384, "F: hidden width of the gated MLP", MODEL, COUNT)
-    base_num_decoder_layers: int = key(4, "layers", MODEL, COUNT, "layers")
+    base_num_decoder_layers: int = key(4, "layers", MODEL, LAYERS, "layers")
     vocab_size: int = key(264,
         "V: rows of the embedding; at least the tokenizer's vocabulary", MODEL, COUNT, "rows of the embedding")
     logits_via_embedding: bool = key(True, "true: the output projection is the embedding, transposed", MODEL)

@@ -52,7 +52,7 @@ class Bounds:
             end = getattr(self, name)
             if end is not None and value != self.also and not holds(value, end):
                 nearest = {"above": self._inside(end, 1), "below": self._inside(end, -1)}.get(name, end)
-                return f"{words} {end:g}" + ("" if self.also is None else f" (or {self.also:g})"), nearest
+                return f"{words} {end:.16g}" + ("" if self.also is None else f" (or {self.also:g})"), nearest
         return None
 
     def __str__(self) -> str:

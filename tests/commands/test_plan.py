@@ -208,7 +208,8 @@ def test_what_is_named_works_as_it_stands(capsys: pytest.CaptureFixture[str], ar
         ["train_micro_batch_size=453284", "batch_size=2147483649"],
         ["batch_size=9223372036854775783", "num_generations=9223372036854775783"],
         ["global_batch_size=1099511627689", "per_device_batch_size=1048577"],
-        ["num_pipeline_repeats=4611686018427387847", "base_num_decoder_layers=9223372036854775783"],
+        ["num_pipeline_repeats=4611686018427387847", "base_num_decoder_layers=1048573"],
+        ["base_num_decoder_layers=1000000000"],
     ],
 )
 def test_numbers_of_any_size_are_answered_at_once(argv: list[str]) -> None:

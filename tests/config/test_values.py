@@ -40,3 +40,10 @@ def test_no_text_ends_in_anything_but_a_value_or_a_config_error(text: str) -> No
 )
 def test_bounds_say_their_whole_rule(bounds: Bounds, said: str) -> None:
     assert str(bounds) == said
+
+
+@pytest.mark.parametrize(("bounds", "value"), [(Bounds(at_most=2**31), 5e9), (Bounds(0.1), 0)])
+def test_a_broken_bound_is_said_in_full(bounds: Bounds, value: float) -> None:
+    broken = bounds.broken(value)
+    assert broken is not None
+    assert float(broken[0].split()[-1]) == broken[1]
