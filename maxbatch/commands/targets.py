@@ -85,7 +85,9 @@ def plan_on(config: Config, target: Target) -> BatchPlan:
 
     shape = checked_mesh_shape(config.plan, config.decoder, target.devices)
     epoch = samples_per_epoch_if_cached(config.stream)
-    return BatchPlan.on_mesh(config.plan, shape, target.num_hosts, samples_per_epoch=epoch)
+    return BatchPlan.from_config(
+        config, shape.num_devices, target.num_hosts, num_slices=shape.num_slices, samples_per_epoch=epoch
+    )
 
 
 def show_time(programs: Mapping[str, Modelled]) -> None:

@@ -21,7 +21,6 @@ from maxbatch.plan.mesh_shape import (
     MOST_DEVICES,
     MeshShape,
     RunMeshes,
-    check_divides,
     check_model_fits,
     check_sampler_fits,
 )
@@ -144,31 +143,11 @@ class BatchPlan:
           ConfigError: a rule of the batch is broken; the message names values that keep it.
         """
 
-        def meshes(tried: PlanConfig) -> RunMeshes:
-            return RunMeshes.from_config(tried, num_devices, num_slices, num_hosts)
+        def plan(tried: PlanConfig) -> BatchPlan:
+            meshes = RunMeshes.from_config(tried, num_devices, num_slices, num_hosts)
+            return cls._on(tried, meshes, num_hosts, samples_per_epoch, resume)
 
-        stated = as_plan(config)
-        return accepted(stated, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
-
-    @classmethod
-    def on_mesh(
-        cls,
-        config: PlanConfig,
-        shape: MeshShape,
-        num_hosts: int = 1,
-        *,
-        samples_per_epoch: int | None = None,
-        resume: Resume = NEW_RUN,
-    ) -> BatchPlan:
-        """Plans the batch of a run of pre-training as `from_config` does, on a mesh shape that was built before."""
-        check_divides("num_hosts=", num_hosts, shape.num_devices)
-
-        def meshes(tried: PlanConfig) -> RunMeshes:
-            if tried is config:
-                return RunMeshes(shape, shape, shape.num_devices)
-            return RunMeshes.from_config(tried, shape.num_devices, shape.num_slices)  # a refusal may try other axes
-
-        return accepted(config, lambda tried: cls._on(tried, meshes(tried), num_hosts, samples_per_epoch, resume))
+        return accepted(as_plan(config), plan)
 
     @classmethod
     def _on(

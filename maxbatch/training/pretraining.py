@@ -217,13 +217,10 @@ class OpenedPretraining:
         """Plans the run; `compiled_dir` must fit."""
         context, config = self.context, self.context.config
         check_epochs(self.planning, self.data.samples_per_epoch)
-        plan = BatchPlan.on_mesh(
-            self.planning,
-            self.mesh_shape,
-            jax.process_count(),
-            samples_per_epoch=self.data.samples_per_epoch,
-            resume=resume,
-        )
+        plan = BatchPlan.from_config(
+            self.planning, len(context.devices), jax.process_count(), num_slices=self.mesh_shape.num_slices,
+            samples_per_epoch=self.data.samples_per_epoch, resume=resume,
+        )  # fmt: skip
         programs = Programs(
             self.keys, context.devices, self.mesh_shape, self.objective, self.expansion,
             self.own_optimizer,

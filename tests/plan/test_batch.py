@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.plan.batch import Resume, check_batch_keys
-from maxbatch.plan.mesh_shape import MeshShape
 
 RAMP = ["enable_rampup_batch_size=true", "per_device_batch_size_increment=4"]
 
@@ -75,17 +74,9 @@ def test_a_plan_for_a_pod() -> None:
     assert (plan["steps_per_epoch"], plan["epochs"]) == (13, 39.0625)
 
 
-def test_a_mesh_that_is_built_is_planned_as_it_is() -> None:
-    config = load_config(overrides=["ici_fsdp_parallelism=4", "dcn_data_parallelism=-1", "steps=10"])
-    shape = MeshShape.from_config(config.plan, 8, num_slices=2)
-    planned = BatchPlan.from_config(config, 8, 2, num_slices=2, resume=Resume(3, 384))
-    on_mesh = BatchPlan.on_mesh(config.plan, shape, 2, resume=Resume(3, 384))
-    assert on_mesh == planned and on_mesh.mesh is shape and on_mesh.total_samples == 1280
-    # What is named in place of a batch that does not fit may change the mesh.
-    config = load_config(overrides=["global_batch_size=30", "num_pipeline_repeats=2"])
-    shape = MeshShape.from_config(config.plan, 8)
+def test_a_batch_that_does_not_fit_may_change_the_mesh() -> None:
     with pytest.raises(ConfigError, match=r"works: num_pipeline_repeats=1 global_batch_size=32$"):
-        BatchPlan.on_mesh(config.plan, shape)
+        plan_of(["global_batch_size=30", "num_pipeline_repeats=2"], 8)
 
 
 def test_fractions_of_a_row_per_device_are_exact() -> None:
