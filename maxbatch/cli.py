@@ -54,7 +54,7 @@ def _run(argv: Sequence[str]) -> int:
     if command is None or command.starts_jax:
         leave_out_absent_tpu()
     mark_start()
-    as_json = command is not None and "[--json]" in command.usage and "--json" in argv
+    as_json = command is not None and command.prints_json and "--json" in argv
     try:
         code = _dispatch(list(argv))
         sys.stdout.flush()
@@ -118,13 +118,11 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, name: str, command: Command, words: Sequence[str]) -> None:
         columns = terminal_width()
-        width = columns and columns - len("usage: ")
         super().__init__(
             prog=f"maxbatch {name}",
-            usage=folded(f"maxbatch {name} {command.usage}", hanging=len(f"usage: maxbatch {name} "), width=width),
-            description=folded(command.summary, 0, width),
+            description=folded(command.summary, 0, columns),
             epilog="\n".join(
-                ("examples:", *(folded_command(f"  {example}", 6, width) for example in command.examples))
+                ("examples:", *(folded_command(f"  {example}", 6, columns) for example in command.examples))
             ),
             formatter_class=argparse.RawDescriptionHelpFormatter,
             allow_abbrev=False,

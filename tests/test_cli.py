@@ -17,7 +17,7 @@ import pytest
 
 import maxbatch
 from maxbatch import ConfigError
-from maxbatch.cli import main, make_parser
+from maxbatch.cli import main
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.arguments import simulate_devices
 from tests.helpers.command import start
@@ -43,9 +43,10 @@ def test_a_commands_help_shows_examples_and_every_flag(capsys: pytest.CaptureFix
     out = capsys.readouterr().out
     assert "examples:" in out and all(example in out for example in COMMANDS[name].examples)
     assert out.startswith(f"usage: maxbatch {name} ")
+    assert ("[--json]" in out) == COMMANDS[name].prints_json
 
 
-WITH_JSON = [name for name in COMMANDS if "print one JSON object" in make_parser(name).format_help() or name == "data"]
+WITH_JSON = [name for name, command in COMMANDS.items() if command.prints_json]
 
 
 @pytest.mark.parametrize("flags", [["--nope"], ["learning_rat=1"], ["nowhere"], []], ids=" ".join)
