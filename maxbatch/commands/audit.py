@@ -26,7 +26,6 @@ _LONGEST_PROBLEM = 400
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `maxbatch audit`."""
     parser.add_argument("make", metavar="FILE.py:make", help="a function of a layout that returns a trainer")
     length = whole(LEAST["length"], works=8)
     parser.add_argument("--length", type=length, default=8, metavar="L", help="tokens of a row (default 8)")

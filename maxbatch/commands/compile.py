@@ -41,7 +41,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `maxbatch compile`."""
     add_target_arguments(parser)
     folder = "folder to save in (default: RUN_DIR/compiled)"
     parser.add_argument("--output", type=place, metavar="DIR", help=folder)

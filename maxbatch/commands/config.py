@@ -38,7 +38,6 @@ _FIXED = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `maxbatch config`."""
     add_config(parser, "KEY")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -145,7 +144,6 @@ def _facts(key: Key, setting: Setting) -> dict[str, Any]:
 
 
 def _text(key: Key, setting: Setting) -> str:
-    """Returns the value of a key as text."""
     is_default = setting.layer == "base.yml" and not setting.displaced_by
     text = key.default if is_default else key.write(setting.value)
     is_plain = key.kind not in TEXTS or (text and text == text.strip() and text.isprintable())

@@ -23,7 +23,6 @@ _BLOCK_ROWS = 256
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the flags of `maxbatch data`."""
     add_config(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--fingerprint", action="store_true", help="print the fingerprint of the samples instead")

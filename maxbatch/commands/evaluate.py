@@ -25,7 +25,6 @@ _STDERR = "_stderr"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `maxbatch evaluate`."""
     model = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("model", type=place, metavar="MODEL", help=model)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")

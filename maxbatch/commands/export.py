@@ -12,7 +12,6 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `maxbatch export`."""
     model = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write, new or empty")

@@ -23,7 +23,6 @@ _MOST_PARTS = 1_000_000
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `maxbatch plan`."""
     add_config(parser)
     parser.add_argument("--devices", type=count, metavar="N", help="plan for N devices (default 1)")
     parser.add_argument("--hosts", type=count, metavar="H", help="plan for H hosts (default 1)")
@@ -161,7 +160,6 @@ def _take_topology(config: Config, args: argparse.Namespace) -> Config:
 
 
 def _survival(config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: int | None) -> list[SurvivingMachine]:
-    """Returns the rows of `--survive`."""
     from maxbatch.commands.surviving import survivors
     from maxbatch.plan.survival import Machine
 
@@ -179,7 +177,6 @@ def _positive(works: float) -> Callable[[str], object]:
 
 
 def _checkpoint_period(config: Config, args: argparse.Namespace) -> CheckpointPeriod | None:
-    """Returns the checkpoint period for the flags."""
     if args.failures_per_day is None:
         for flag, value in (("--save-seconds", args.save_seconds), ("--step-seconds", args.step_seconds)):
             if value is not None:

@@ -28,7 +28,6 @@ _RETRIES = 5  # of a task on a cluster: a tokenizer that crashes its worker proc
 
 
 def add_arguments(parser: ArgumentParser) -> None:
-    """Adds the flags of `maxbatch prepare`."""
     add_config(parser)
     where = parser.add_mutually_exclusive_group(required=True)
     for flag, what in (

@@ -12,7 +12,6 @@ from maxbatch.system.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `maxbatch rl`."""
     add_run_arguments(parser)
 
 

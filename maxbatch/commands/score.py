@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `maxbatch score`."""
     model = "a run folder, one of its checkpoints, or a Hugging Face folder"
     parser.add_argument("model", type=place, metavar="MODEL", help=model)
     records = "jsonl: records with text, tokens (ids), messages, or prompt and completion"

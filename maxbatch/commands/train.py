@@ -12,7 +12,6 @@ from maxbatch.system.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `maxbatch train`."""
     add_run_arguments(parser)
     tiny = "try the config on this machine: a tiny model of its form, synthetic data, and a look at the real data"
     parser.add_argument("--try", action="store_true", dest="is_trial", help=tiny)

@@ -26,7 +26,6 @@ def base_path() -> Path:
 
 
 def base_yml() -> str:
-    """Returns the text of base.yml."""
     return _HEADER + "".join(f"{line}\n" for line in _lines())
 
 

@@ -204,7 +204,6 @@ def _refuse_edited_base() -> None:
 
 
 def _is_base(path: AnyPath) -> bool:
-    """Returns whether a path is base.yml's."""
     try:
         return isinstance(path, Path) and path.samefile(base_path())
     except (OSError, ValueError):  # the reader reports the fault of the path

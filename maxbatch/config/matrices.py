@@ -111,7 +111,6 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
-    """Returns the layers of a stack."""
     dense = model.first_num_dense_layers
     return dense if stack == DENSE_LAYERS else model.base_num_decoder_layers - dense
 

@@ -82,7 +82,6 @@ class UnknownKeys(ConfigError):
         return f"{where}{what}{said}{works}{_import(unknown, file)}"
 
     def on(self, machine: Machine) -> ConfigError:
-        """Returns the error for a machine."""
         return UnknownKeys(*self._facts, machine)
 
 

@@ -71,7 +71,6 @@ class MeshShape:
 
     @property
     def num_devices(self) -> int:
-        """Devices of the mesh."""
         return math.prod(self.sizes.values())
 
     @property

@@ -82,7 +82,6 @@ class MicrobatchUnit(NamedTuple):
 
     @property
     def rows_per_device(self) -> Fraction:
-        """The unit as rows of a device."""
         return Fraction(self.rows, self.num_devices)
 
     def __str__(self) -> str:

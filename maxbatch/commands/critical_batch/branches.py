@@ -47,11 +47,9 @@ class Branches:
         return read_outcome(self.folder(branch)) is not None
 
     def left(self) -> list[Branch]:
-        """Returns the branches that are not finished."""
         return [branch for branch in self.all if not self.is_done(branch)]
 
     def samples_done(self, branch: Branch) -> int:
-        """Returns the number of samples that a branch was trained on."""
         if self.is_done(branch):
             return branch.samples
         records = scan_metrics(self.folder(branch)).records

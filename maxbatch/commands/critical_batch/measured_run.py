@@ -28,8 +28,6 @@ class Fork:
 
 @dataclasses.dataclass(frozen=True)
 class MeasuredRun:
-    """The run that is measured."""
-
     path: AnyPath
     config: Config
     records: list[Record]  # its updates
@@ -38,7 +36,6 @@ class MeasuredRun:
 
     @classmethod
     def read(cls, path: AnyPath, num_devices: int) -> MeasuredRun:
-        """Reads a run's folder."""
         if missing := missing_folder(path):
             raise ConfigError(f"{path}: {missing}; give the run_dir of a run")
         if not (path / "config.yml").is_file():
@@ -56,7 +53,6 @@ class MeasuredRun:
 
     @property
     def samples_seen(self) -> int:
-        """Samples that it was trained on."""
         seen: int = self.records[-1][Metric.SAMPLES_SEEN]
         return seen
 

@@ -48,8 +48,6 @@ class Branch:
 
 @dataclasses.dataclass(frozen=True)
 class MeasurementPlan:
-    """The plan of a measurement."""
-
     forks: tuple[Fork, ...]  # in order
     factors: tuple[Fraction, ...]  # of the batch at the fork, rising; 1 is among them
     scaling: str  # how the learning rate follows the batch: `none`, `linear` or `sqrt`

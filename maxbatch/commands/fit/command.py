@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags of `maxbatch fit`."""
     add_target_arguments(parser)
     mesh = "auto: also choose the data, fsdp and tensor axes that the config does not state (default: stated)"
     parser.add_argument("--mesh", choices=("stated", "auto"), default="stated", help=mesh)

@@ -48,8 +48,6 @@ class Line:
 
 @dataclasses.dataclass
 class _Search:
-    """The state of a search."""
-
     rows: Sequence[int]
     limit: int
     line: Line
@@ -92,7 +90,6 @@ class _Search:
         return bisect.bisect_right(self.rows, rows, hi=self.fails - 1)
 
     def learn(self, size: int, answer: Verdict) -> None:
-        """Records a verdict."""
         rows = self.rows[size - 1]
         if not answer.fits and size < self.fails:
             self.fails, self.refused = size, (rows, answer.needed_bytes)

@@ -31,7 +31,6 @@ class FittedMachine(NamedTuple):
         }  # fmt: skip
 
     def cells(self) -> list[str]:
-        """Returns the cells of the table."""
         cells = [number_text(self.slices), number_text(len(self.target.devices))]
         if self.choice is None:
             return [*cells, "-", "refused", "-", "-", ""]

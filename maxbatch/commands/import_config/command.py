@@ -62,7 +62,6 @@ ANSWERED = {"verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the arguments of `maxbatch import`."""
     formats = (*FORMATS, *ANSWERED, "nemo", "auto")
     parser.add_argument("format", metavar="FORMAT", help=f"whose config: {', '.join(formats)}")
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")

@@ -21,7 +21,6 @@ def _kind(t: Translation) -> str:
 
 
 def _has_eval(t: Translation) -> bool:
-    """Returns whether held-out data are read."""
     return (t.number("eval_interval") or -1) > 0
 
 

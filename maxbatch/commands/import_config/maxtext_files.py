@@ -132,7 +132,6 @@ def _below_model(words: dict[str, Stated], name: str) -> dict[str, Stated]:
 
 
 def presets() -> set[str]:
-    """Returns the names of our presets."""
     return {path.stem for path in (configs_dir() / "models").glob("*.yml")}
 
 

@@ -29,7 +29,6 @@ _DEFAULTS = {
 
 
 def is_preset(t: Translation, _: str) -> bool:
-    """Returns whether the model is one of our presets."""
     return t.text("model_name") in presets()
 
 

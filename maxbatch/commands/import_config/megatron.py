@@ -86,7 +86,6 @@ def _total(t: Translation) -> tuple[str, float] | None:
 
 
 def _length(t: Translation, _: str) -> None:
-    """Takes the run's length."""
     for word, unit, ours in _LENGTHS:
         if (total := _total(t)) and total[0] == unit:
             t.map(word, **{ours: t.text(word)})
@@ -136,7 +135,6 @@ def _warmup(t: Translation, total: tuple[str, float] | None) -> float:
 
 
 def _dimensions(t: Translation, _: str) -> None:
-    """Takes the dimensions that follow from others."""
     hidden, heads = t.number("hidden_size"), t.number("num_attention_heads")
     if heads and "num_query_groups" not in t:
         t.settings["base_num_kv_heads"] = str(int(heads))

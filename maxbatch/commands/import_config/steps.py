@@ -15,7 +15,6 @@ _OF_A_CHAT = re.compile(r"[-_](instruct|it|chat|base|hf|pt|bf16)\b", re.I)
 
 
 def take_tokenizer(t: Translation, word: str, path: str) -> None:
-    """Takes a word as the path of a tokenizer."""
     if is_hub_name(path):
         t.need(word, hub_step(path), tokenizer_type="huggingface", tokenizer_path=path)
     else:

@@ -53,8 +53,6 @@ _FOLDED = ("false", "null", "none")  # in any case
 
 
 class Row(NamedTuple):
-    """A row of a table."""
-
     words: tuple[str, ...]
     when: str
     here: str

@@ -22,7 +22,6 @@ def steps_of(t: Translation) -> float | None:
 
 
 def length(t: Translation, epochs: str) -> None:
-    """Takes the length of the run."""
     if steps_of(t) is not None:
         t.map("max_steps", steps=t.text("max_steps"))
         if epochs in t:
@@ -98,7 +97,6 @@ def optimizer(t: Translation, word: str) -> None:
 
 
 def betas(t: Translation, word: str) -> None:
-    """Takes a pair of decays."""
     pair = t.items(word)
     if len(pair) == 2:
         t.map(word, adam_b1=pair[0], adam_b2=pair[1])
@@ -124,7 +122,6 @@ def _evaluation(t: Translation, word: str) -> None:
 
 
 def _targets(t: Translation, _: str) -> None:
-    """Takes the modules with adapters."""
     names = t.items("lora_target_modules")
     t.settings["lora_targets"] = "query,value"  # PEFT's default
     if t.is_true("lora_target_linear") or names == ["all-linear"]:

@@ -96,7 +96,6 @@ class Translation:
         return [str(item) for item in value] if isinstance(value, list) else [value] if value else []
 
     def number(self, word: str) -> float | None:
-        """Returns the value of a word as a number, or None."""
         try:
             number = float(self.text(word).replace("_", ""))
         except ValueError:
@@ -114,7 +113,6 @@ class Translation:
         return list(self._left)
 
     def is_left(self, word: str) -> bool:
-        """Returns whether a word is still to be taken."""
         return word in self._left
 
     def states_below(self, *blocks: str) -> bool:
@@ -122,7 +120,6 @@ class Translation:
         return any(word.startswith(blocks) for word in self._stated)
 
     def is_taken(self, word: str) -> bool:
-        """Returns whether the fate of a word is known."""
         return word in self._taken
 
     def assume(self, defaults: Mapping[str, str]) -> None:
@@ -160,7 +157,6 @@ class Translation:
             del self._left[word]
 
     def is_true(self, word: str) -> bool:
-        """Returns whether a word is true."""
         return self.text(word).lower() in ("true", "1", "yes", "on")
 
     def map(self, word: str, why: str = "", **settings: str) -> None:

@@ -48,7 +48,6 @@ def _sizes(t: Translation) -> Mapping[str, int] | None:
 
 
 def _batch(t: Translation, _: str) -> None:
-    """Takes the batch."""
     group, iterations = _whole(t, "num_generations"), _whole(t, "num_iterations")
     words = [word for word in _BATCH if word in t or word in _BATCH[:2]]
     sizes, fault = _sizes(t), ""

@@ -60,8 +60,6 @@ _TASK = M.EVAL_TASK.of("")
 
 @dataclasses.dataclass(frozen=True)
 class ReportedRun:
-    """A run of a report."""
-
     name: str  # names it on the page
     path: AnyPath
     config: Config | None  # None for a folder without one
@@ -276,7 +274,6 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def is_run(path: AnyPath) -> bool:
-    """Returns whether a folder is a run's."""
     return (path / "metrics.jsonl").is_file() or (path / "config.yml").is_file()
 
 

@@ -51,16 +51,13 @@ class Choices:
         return numbers[0] > 0 and numbers[-1] / numbers[-2] > 1.4 and numbers[-1] / numbers[0] >= 4
 
     def grid(self) -> list[str]:
-        """Returns every value of a grid."""
         return list(self.values)
 
     def suggest(self, trial: optuna.Trial) -> str:
-        """Returns the value that an Optuna trial suggests."""
         value: str = trial.suggest_categorical(self.key.name, self.values)
         return value
 
     def text(self, value: str) -> str:
-        """Returns a value as text for an override."""
         return value
 
     def suggested(self, text: str) -> str:
@@ -84,7 +81,6 @@ class Range:
 
     @classmethod
     def read(cls, key: Key, low: str, high: str, is_log: bool, step: str | None) -> Range:
-        """Reads a range."""
         if key.kind not in NUMBERS:
             raise ConfigError(f"{key.name}: takes no numbers, so no low and high; works: [{key.default}]")
         ends = [key.read(text) for text in (low, high)]
@@ -107,7 +103,6 @@ class Range:
         return cls(key, bottom, top, is_log, width)
 
     def grid(self) -> list[str]:
-        """Returns every value of a grid."""
         if self.step is None:
             works = f"[{plain_number(self.low)}, {plain_number(self.high)}]"
             raise ConfigError(f"{self.key.name}: a grid needs a list of values, or a step; works: {works}")
@@ -120,7 +115,6 @@ class Range:
         return [self.text(self.low + i * self.step) for i in range(number)]
 
     def suggest(self, trial: optuna.Trial) -> str:
-        """Returns the value that an Optuna trial suggests."""
         name, low, high, step = self.key.name, self.low, self.high, self.step
         if _is_whole(self.key):
             width = 1 if step is None else int(step)

@@ -78,13 +78,11 @@ class SweepStudy:
 
     @property
     def num_trials(self) -> int:
-        """Trials of the whole sweep."""
         begun = len(self._numbers)
         return begun + len(self._left) if self._left is not None else max(begun, self._sweep.trials or 0)
 
     @property
     def num_ended(self) -> int:
-        """Trials that ended."""
         return sum(trial.state.is_finished() for trial in self._study.get_trials(deepcopy=False))
 
     def is_exhausted(self) -> bool:

@@ -110,7 +110,6 @@ def together(words: Mapping[str, str], own: Mapping[str, str], setting: Setting)
 
 
 def _quantity(word: str) -> str | None:
-    """Returns the quantity stated by a word, or None."""
     row = look_up(word)
     same = _OF_SAME.get(row.keys[0]) if row and row.is_same else None
     return _QUANTITY.get(word, same)

@@ -110,7 +110,6 @@ class TensorPlace(NamedTuple):
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of its part of a tensor."""
         return self.layout.shape(self.shape)
 
     def rows(self, tensor: StoredTensor, first: int, last: int) -> np.ndarray:
