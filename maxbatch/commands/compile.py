@@ -239,7 +239,7 @@ def _refusal(verdict: Verdict, known: Parts, target: Target) -> dict[str, object
 def _show(done: Mapping[str, Compiled], target: Target, peak: Peak | None, folder: AnyPath, size: int) -> None:
     from rich.table import Table
 
-    from maxbatch.plan.view import plan_console
+    from maxbatch.system.terminal import PipeConsole
     from maxbatch.training.compile.memory import gigabytes
 
     columns = ("program", "arguments", "temporaries", "needed", "available", "compiled in")
@@ -249,7 +249,7 @@ def _show(done: Mapping[str, Compiled], target: Target, peak: Peak | None, folde
         parts = (memory.argument_bytes, memory.temp_bytes) if memory else (None, None)
         cells = (*parts, verdict.needed_bytes, verdict.available_bytes)
         table.add_row(name, *map(gigabytes, cells), f"{verdict.seconds:.1f} s")
-    plan_console().print(table)
+    PipeConsole().print(table)
     if target.devices[0].platform == "cpu":
         print(printable(f"available: {target.memory_source}"))
     show_time({name: one.modelled for name, one in done.items()})

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_averaged, check_overrides, count, place, real, whole
+from maxbatch.commands.arguments import add_averaged, check_overrides, count, note, place, real, whole
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
@@ -89,9 +89,9 @@ def run(args: argparse.Namespace) -> int:
     text = generate_text(params, tokenizer, prompt, config.text, rules)
     print(_shown(text), flush=True)
     if text == tokenizer.decode(tokenizer.encode(prompt)):
-        _note("the text is empty: the first token drawn ends it")
+        note("note: the text is empty: the first token drawn ends it")
     if _is_chat_model(config, tokenizer, args.run_dir):
-        _note("this model's tokenizer has a chat template; --chat asks the model by it")
+        note("note: this model's tokenizer has a chat template; --chat asks the model by it")
     return EXIT_DONE
 
 
@@ -127,8 +127,8 @@ def _talk(chat: Chat, args: argparse.Namespace) -> int:
             report(error)
         if chat.forgotten > forgotten:
             forgotten = chat.forgotten
-            _note(f"the conversation no longer fits into the model's context: it sees all but the first {forgotten} "
-                  "messages")  # fmt: skip
+            note("note: the conversation no longer fits into the model's context: it sees all but the first "
+                 f"{forgotten} messages")  # fmt: skip
     if not is_asked and not on_terminal:
         raise ConfigError("--chat: has no message; works: --prompt TEXT, a terminal, or lines on standard input")
     return EXIT_DONE
@@ -142,9 +142,9 @@ def print_answer(chat: Chat, message: str) -> None:
         answer += piece
     print(flush=True)
     if chat.ended and not answer.strip():
-        _note("the answer is empty: the model ended its turn at once")
+        note("note: the answer is empty: the model ended its turn at once")
     if not chat.ended:
-        _note("the answer is cut off; --max-new-tokens and the model's context bound it")
+        note("note: the answer is cut off; --max-new-tokens and the model's context bound it")
 
 
 def _lines() -> Iterator[str]:
@@ -168,7 +168,3 @@ def _lines() -> Iterator[str]:
 
 def _shown(text: str) -> str:
     return printable(text) if sys.stdout.isatty() else text
-
-
-def _note(text: str) -> None:
-    print(f"maxbatch: note: {text}", file=sys.stderr, flush=True)

@@ -103,9 +103,10 @@ def run(args: argparse.Namespace) -> int:
             printed["words"] = [own._asdict() for own in settings_of(plan)]
         print(json.dumps(printed, indent=2))
         return 0
-    from maxbatch.plan.view import plan_console, render_frameworks, render_layout, render_plan
+    from maxbatch.plan.view import render_frameworks, render_layout, render_plan
+    from maxbatch.system.terminal import PipeConsole
 
-    console = plan_console()
+    console = PipeConsole()
     of_model = f"{_in_words(model)}\n{_peak_in_words(peak, config.quantization)}"
     render_plan(plan, config.plan, of_model, console)
     if of_update:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_averaged, add_simulated_devices, check_overrides, place, simulate_devices
 from maxbatch.config.values import shown
@@ -41,11 +41,10 @@ def run(args: argparse.Namespace) -> int:
         found = LoadedModel(args.model, args.overrides, args.averaged).score(lines)
     except RecordFault as error:
         raise ConfigError(f"FILE={shown(repr(args.file))}: {error}") from error
-    scored = _figures(found)
     if args.json:
-        print(json.dumps(scored))
+        print(json.dumps(_figures(found)))
     else:
-        _print(scored)
+        _print(found)
     return EXIT_DONE
 
 
@@ -63,21 +62,9 @@ def _lines(path: str) -> list[dict[str, object]]:
     return lines
 
 
-class _RecordFigures(TypedDict):
-    logprobs: list[float | None]
-    weights: list[float]
-    loss: float | None
-
-
-class _Figures(TypedDict):
-    records: list[_RecordFigures]
-    loss: float | None
-    perplexity: float | None
-
-
-def _figures(found: Scores) -> _Figures:
+def _figures(found: Scores) -> dict[str, object]:
     """Returns the object of `--json`; a loss without weight, or one that is not finite, is null."""
-    rows: list[_RecordFigures] = [
+    rows = [
         {"logprobs": [_finite(x) for x in one.logprobs.tolist()], "weights": one.weights.tolist(), "loss": one.loss}
         for one in found.records
     ]
@@ -88,16 +75,16 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _print(scored: _Figures) -> None:
+def _print(found: Scores) -> None:
     console = PipeConsole(highlight=False, soft_wrap=True)
     tokens = 0.0
-    for number, record in enumerate(scored["records"], 1):
-        trained = sum(record["weights"])
+    for number, record in enumerate(found.records, 1):
+        trained = sum(record.weights.tolist())
         tokens += trained
-        console.print(f"record {number}  tokens {trained:g}  loss {_number(record['loss'])}")
-    records = len(scored["records"])
+        console.print(f"record {number}  tokens {trained:g}  loss {_number(record.loss)}")
+    records = len(found.records)
     names = f"{records:,} record{'' if records == 1 else 's'}  tokens {tokens:,.0f}"
-    console.print(f"{names}  loss {_number(scored['loss'])}  perplexity {_number(scored['perplexity'])}")
+    console.print(f"{names}  loss {_number(found.loss)}  perplexity {_number(found.perplexity)}")
 
 
 def _number(value: float | None) -> str:

@@ -94,7 +94,7 @@ def show_time(programs: Mapping[str, Modelled]) -> None:
     """Prints the modelled time of programs by the compiler's clock, and the most expensive operations."""
     from rich.table import Table
 
-    from maxbatch.plan.view import plan_console
+    from maxbatch.system.terminal import PipeConsole
     from maxbatch.training.compile.memory import gigabytes
 
     timed = {name: one for name, one in programs.items() if one.modelled_step_s is not None}
@@ -108,11 +108,11 @@ def show_time(programs: Mapping[str, Modelled]) -> None:
         rate, mfu = one.modelled_tokens_per_second_per_device, one.modelled_mfu
         rates = ("" if rate is None else f"{rate:,.0f}", "" if mfu is None else f"{mfu:.1%}")
         table.add_row(name, *cycles, *sent, f"{(one.modelled_step_s or 0) * 1e3:,.1f} ms", *rates)
-    plan_console().print(table)
+    PipeConsole().print(table)
     name, largest = max(timed.items(), key=lambda pair: pair[1].modelled_step_s or 0)
     dearest = Table("cycles", "share", "operation", "source", title=f"most expensive operations of {name} (modelled)")
     busy = (largest.compute_cycles or 0) + (largest.kernel_cycles or 0)
     for operation in largest.operations:
         share = f"{operation.cycles / max(1, busy):.1%}"
         dearest.add_row(f"{operation.cycles / 1e6:,.1f}M", share, operation.name, operation.source)
-    plan_console().print(dearest)
+    PipeConsole().print(dearest)

@@ -19,7 +19,7 @@ from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded
-from maxbatch.system.terminal import PipeConsole, PlainTable
+from maxbatch.system.terminal import PlainTable
 
 _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS, _MOST_UPDATES = 40, 8, 5, 16
 _GAP = "..."
@@ -104,11 +104,6 @@ _OF_BATCH = (
     "per_replica_batch_size",
     "samples_per_host",
 )
-
-
-def plan_console() -> Console:
-    """Returns a console for standard output, which neither folds nor colours text in a pipe."""
-    return PipeConsole()
 
 
 def equation(plan: BatchPlan) -> str:

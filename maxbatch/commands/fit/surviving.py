@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from maxbatch.commands.fit.choices import Choice, Wanted
 from maxbatch.config.loading import keys
-from maxbatch.plan.view import number_text, plan_console
-from maxbatch.system.terminal import PlainTable
+from maxbatch.plan.view import number_text
+from maxbatch.system.terminal import PipeConsole, PlainTable
 from maxbatch.training.compile.memory import gigabytes
 from maxbatch.training.compile.target import Target
 
@@ -48,7 +48,7 @@ class FittedMachine(NamedTuple):
 
 def render_fitted(rows: Sequence[FittedMachine]) -> None:
     """Prints the rows as a table, and the refusals below it."""
-    console = plan_console()
+    console = PipeConsole()
     heads = ("slices", "devices", "passes", "padded share", "needed", "modelled step", "keys")
     table = PlainTable(*heads, justify="right")
     for row in rows:

@@ -10,7 +10,7 @@ from rich.table import Table
 from maxbatch.commands.fit.choices import Choice, Wanted
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.ways import Way
-from maxbatch.plan.view import plan_console
+from maxbatch.system.terminal import PipeConsole
 from maxbatch.training.compile.memory import gigabytes
 from maxbatch.training.compile.modelled import has_clock
 
@@ -56,7 +56,7 @@ def _ranked_by(wanted: Wanted) -> str:
 
 def show(choices: Sequence[Choice], wanted: Wanted, skipped: Sequence[str]) -> None:
     """Prints the best choice, its memory by kind, and all alternatives, the best first."""
-    best, target, console = choices[0], wanted.target, plan_console()
+    best, target, console = choices[0], wanted.target, PipeConsole()
     is_largest = best.next_verdict is None or not best.next_verdict.fits
     what = "the largest that fits" if is_largest else "the fastest that fits by the compiler's clock on"
     print(
@@ -99,7 +99,7 @@ def _show_ways(choices: Sequence[Choice], wanted: Wanted) -> None:
             cells += [gigabytes(modelled.exposed_collective_bytes)]
             cells += [f"{(modelled.modelled_step_s or 0) * 1e3:,.0f} ms", f"{modelled.modelled_mfu or 0:.1%}"]
         table.add_row(*cells)
-    plan_console().print(table)
+    PipeConsole().print(table)
     if not timed:
         print("no compiler's clock for these devices: the larger micro-batch comes first, then the least recomputation")
 

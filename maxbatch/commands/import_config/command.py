@@ -59,11 +59,11 @@ FORMATS: Mapping[str, Format] = {
 
 # Frameworks without a converter: their files are recognised by these words, and only their batch is explained.
 ANSWERED = {"verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size")}
+_NAMES = (*FORMATS, *ANSWERED, "nemo", "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    formats = (*FORMATS, *ANSWERED, "nemo", "auto")
-    parser.add_argument("format", metavar="FORMAT", help=f"whose config: {', '.join(formats)}")
+    parser.add_argument("format", metavar="FORMAT", help=f"whose config: {', '.join(_NAMES)}")
     parser.add_argument("file", metavar="FILE", type=local_path, help="YAML, JSON, key=value lines or a shell recipe")
     output = "where to write the config (default maxbatch.yml); never over a file"
     parser.add_argument("--output", metavar="FILE", type=local_path, default="maxbatch.yml", help=output)
@@ -78,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Translates a config, prints the fate of its words and writes it; returns the exit code."""
     path, output = Path(args.file), Path(args.output)
-    if args.format not in (formats := (*FORMATS, *ANSWERED, "nemo", "auto")):
+    if args.format not in _NAMES:
         works = f"works: maxbatch import auto {shown_path(path)}"
-        raise ConfigError(f"{shown(args.format)}: must be one of {', '.join(formats)}; {works}")
+        raise ConfigError(f"{shown(args.format)}: must be one of {', '.join(_NAMES)}; {works}")
     _refuse_existing(output)
     reading.text_of(path)
     if args.command is not None and reading.is_yaml(path):

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import re
-
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.\-]*/[A-Za-z0-9][\w.\-]*")
+from maxbatch.huggingface.folder.hub import hub_name
 
 
 def is_hub_name(path: str) -> bool:
-    """Returns whether a path is a hub name, `owner/name`, and no local path."""
-    return _HUB_NAME.fullmatch(path) is not None and not path.startswith("assets/") and not os.path.lexists(path)
+    """Returns whether a path is a name of the hub, and none of MaxText's own files."""
+    return hub_name(path) is not None and not path.startswith("assets/")
 
 
 def hub_step(name: str, kind: str = "") -> str:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
+from maxbatch.config.keys import Fixes, Part
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.values import shown
 from maxbatch.config.words import Word, look_up
@@ -323,8 +324,6 @@ def _may_state_run(name: str) -> bool:
 
 def _states_run(name: str) -> bool:
     """Returns whether a key states the batch, the length, the data or the model."""
-    from maxbatch.config.keys import Fixes, Part
-
     key = keys()[name]
     stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
     is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")
