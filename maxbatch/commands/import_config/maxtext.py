@@ -19,7 +19,6 @@ from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import shown
 from maxbatch.plan.mesh_shape import AXES, axis_key
 
-_RAMP = {"per_device_batch_size_start": "4.0", "per_device_batch_size_increment": "2.0", "global_rampup_samples": "500"}
 _SPARSE = (  # its models with experts
     "gpt-oss-20b", "gpt-oss-120b", "mixtral-8x7b", "mixtral-8x22b", "qwen3-30b-a3b", "qwen3-235b-a22b",
     "deepseek3-671b",
@@ -101,16 +100,6 @@ def _targets(t: Translation, word: str) -> None:
         t.map(word, lora_targets=",".join(found) if 0 < len(found) < len(_TARGETS) else "all")
 
 
-def _ramp(t: Translation, _: str) -> None:
-    g = t.number("gradient_accumulation_steps") or 1
-    code = f"; MaxText leaves out the {g:g} accumulation steps during its ramp" if g > 1 else ""
-    why = f"stage i begins at i x samples_per_increment; MaxText restarts the count at every stage{code}"
-    t.map("enable_rampup_batch_size", why, enable_rampup_batch_size="true")
-    for word, default in _RAMP.items():
-        text = t.text(word, default)
-        t.map(word, **{word: text.removesuffix(".0") if word == "global_rampup_samples" else text})
-
-
 def _equation(t: Translation) -> tuple[str, str]:
     """Returns the batch as an equation in MaxText's words and in ours."""
     if "batch_size" in t.settings:
@@ -139,7 +128,6 @@ FORMAT = Format(
         "of_block": lambda t, word: t.rename(word, word.partition(".")[2]),
         "targets": _targets,
         "orbax": take_orbax,
-        "ramp": _ramp,
     },
     {
         **MODEL_CONDITIONS,

@@ -16,10 +16,6 @@ _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
     name for name, family in FAMILIES.items() if family.always_normalises and not family.has_experts_beside_mlp
 )
-_YARN_DEFAULTS = {
-    "rope_factor": "40", "beta_fast": "32", "beta_slow": "1", "original_max_position_embeddings": "4096",
-    "rope_truncate": "true", "rope_attention_scaling": "false",
-}  # fmt: skip
 _ACTIVATIONS = next(key.choices for key in KEYS if key.name == "mlp_activations")
 _DEFAULTS = {
     "base_emb_dim": "2048", "base_num_query_heads": "16", "base_num_kv_heads": "16", "base_mlp_dim": "7168",
@@ -73,11 +69,6 @@ def _pattern(t: Translation, word: str) -> None:
     t.map(word, decoder_block=block, attention_type=FAMILIES[block].attention_type)
 
 
-def _sinks(t: Translation, word: str) -> None:
-    pattern = FAMILIES["gpt_oss"].attention_type
-    t.map(word, decoder_block="gpt_oss", attention_type=pattern, norm_topk_prob="true")
-
-
 def _double_layers(t: Translation, _: str) -> None:
     stated = t.number("base_num_decoder_layers")
     pairs = float(t.settings.get("base_num_decoder_layers", "nan")) if stated is None else stated
@@ -100,18 +91,6 @@ def _activation(t: Translation) -> str:
     return ",".join(re.findall(r"\w+", t.text("mlp_activations")))
 
 
-def _yarn(t: Translation, word: str) -> None:
-    t.map(word, rope_type="yarn")
-    for name, default in _YARN_DEFAULTS.items():
-        if name != "rope_attention_scaling":
-            t.settings[name] = default
-            t.map(name, **{name: t.text(name, default)})
-        elif t.is_true(name):
-            t.ignore(name, "0.1 ln(rope_factor) + 1 is the default")
-        else:
-            t.map(name, "its default scales nothing", rope_attention_factor="1")
-
-
 def _is_original_length(t: Translation, _: str) -> bool:
     stated, original = (t.number(word) for word in ("max_position_embeddings", "original_max_position_embeddings"))
     return stated is not None and stated <= (original or 4096)
@@ -126,8 +105,8 @@ def _is_cycle(t: Translation, word: str) -> bool:
 
 
 MODEL_RULES: Mapping[str, Rule] = {
-    "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern, "sinks": _sinks,
-    "double_layers": _double_layers, "activations": _activations, "yarn": _yarn,
+    "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern,
+    "double_layers": _double_layers, "activations": _activations,
 }  # fmt: skip
 MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_preset": is_preset,

@@ -123,15 +123,6 @@ def _lengths(t: Translation, _: str) -> None:
     t.map(response, f"{prompt} + {response}", max_target_length=str(sum(filter(None, bounds.values()))))
 
 
-def _sampling(t: Translation, _: str) -> None:
-    """Takes the sampling settings; -1 and null mean all tokens."""
-    number, k = t.number("temperature"), t.number("top_k")
-    why = "the ratio is of probabilities at temperature 1 here, of the sampled ones there"
-    t.map("temperature", "" if number in (None, 1.0) else why, decode_sampling_temperature=t.text("temperature"))
-    t.map("top_k", decode_sampling_top_k="0" if k is None or k < 0 else t.text("top_k"))
-    t.map("top_p", decode_sampling_nucleus_p=t.text("top_p"))
-
-
 def _whole_batches(t: Translation, _: str) -> None:
     """Refuses a run length that ends within a batch."""
     steps = t.settings.get("steps", "")
@@ -177,7 +168,6 @@ FORMAT = Format(
         "processes": _processes,
         "batch": _batch,
         "lengths": _lengths,
-        "sampling": _sampling,
         "data": _data,
         "router": without_balance,
         "whole_batches": _whole_batches,
