@@ -40,35 +40,29 @@ def _sources(t: Translation, _: str) -> None:
     if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
         return
     kinds = {str(item.get("type", "completion")) for item in sources}
-    settings = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}
+    settings, step = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}, ""
     if kinds <= {"completion", "pretrain"}:
-        for word in ("train_on_inputs", "chat_template"):
-            if word in t:
-                t.ignore(word, "documents are plain text, and all their tokens are trained on")
-    elif kinds == {"chat_template"} and not (others := _unlike_ours(_without_sharegpt(sources))):
+        FORMAT.translate(t, "texts")
+    elif kinds == {"chat_template"} and (others := _unlike_ours(_without_sharegpt(sources))):
+        rule = f"records with messages of role and content, without {', '.join(others)}"
+        t.refuse("datasets", rule, is_essential=True)
+        return
+    elif kinds in ({"chat_template"}, {"alpaca"}):
         on_answers = "false" if t.is_true("train_on_inputs") else "true"
         settings |= {"use_sft": "true", "sft_train_on_completion_only": on_answers}
-        if all(_is_sharegpt(item) for item in sources):
+        if kinds == {"alpaca"}:
+            settings["sft_format"], step = "alpaca", _ALPACA
+        elif all(_is_sharegpt(item) for item in sources):
             settings["sft_format"] = "sharegpt"
-        if "train_on_inputs" in t:
+        if "train_on_inputs" in t or kinds == {"alpaca"}:
             t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
-        _template(t)
-    elif kinds == {"alpaca"}:
-        on_answers = "false" if t.is_true("train_on_inputs") else "true"
-        settings |= {"use_sft": "true", "sft_format": "alpaca", "sft_train_on_completion_only": on_answers}
-        t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
-        _take_sources(t, sources, settings, _ALPACA)
-        return
-    elif kinds == {"chat_template"}:
-        t.refuse(
-            "datasets", f"records with messages of role and content, without {', '.join(others)}", is_essential=True
-        )
-        return
+        if kinds == {"chat_template"}:
+            FORMAT.translate(t, "templates")
     else:
         rule = f"type {', '.join(sorted(kinds))}: completion, chat_template or alpaca"
         t.refuse("datasets", rule, is_essential=True)
         return
-    _take_sources(t, sources, settings)
+    _take_sources(t, sources, settings, step)
 
 
 def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mapping[str, str], step: str = "") -> None:
@@ -109,7 +103,7 @@ def _pair_sources(t: Translation, _: str) -> None:
         rule = f"type {', '.join(sorted(kinds))}: {' or '.join(_PAIR_KINDS)}"
         t.refuse("datasets", rule, is_essential=True)
         return
-    _template(t)
+    FORMAT.translate(t, "templates")
     fields = sorted({str(item.get("field_messages", "messages")) for item in sources})
     step = "write its records as lists of messages of role and content: chosen and rejected"
     if "chat_template.default" in kinds:
@@ -143,14 +137,6 @@ def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:
     """Returns settings of chat data sets that affect records or weights and have no counterpart."""
     stated = ((name, value) for item in sources for name, value in item.items() if name not in ("path", "name"))
     return sorted({name for name, value in stated if value and value not in _OURS_OF_A_SOURCE.get(name, ())})
-
-
-def _template(t: Translation) -> None:
-    for word in ("chat_template", "chat_template_jinja"):
-        if word in t and t.text(word) != "tokenizer_default":
-            t.need(word, "put that template into chat_template.jinja beside the tokenizer")
-        elif word in t:
-            t.ignore(word, "the tokenizer's own template makes the tokens")
 
 
 FORMAT = Format(

@@ -75,15 +75,6 @@ def _of_pipelines(t: Translation, _: str) -> None:
             t.ignore(word, f"dataset_type={kind} does not read it")
 
 
-def take_template(t: Translation, is_read: bool) -> None:
-    """Takes a chat template, as text or as a file."""
-    for word in ("chat_template", "chat_template_path"):
-        if word in t and is_read:
-            t.need(word, "put its text into chat_template.jinja beside the tokenizer")
-        elif word in t:
-            t.ignore(word, "documents are text, without a chat's template")
-
-
 def _tfds(t: Translation, _: str) -> None:
     name = t.text("dataset_name", "c4/en:3.1.0")
     folder = f"{t.text('dataset_path').rstrip('/')}/{name.replace(':', '/')}".lstrip("/")
@@ -160,7 +151,6 @@ DATA_RULES: Mapping[str, Rule] = {
     "text": _text,
     "conversations": _conversations,
     "columns_of_pairs": _pairs,
-    "templates": lambda t, _: take_template(t, is_read=t.is_true("use_sft") or t.is_true("use_dpo")),
     "of_pipelines": _of_pipelines,
     "unused": lambda t, word: t.ignore(word, f"dataset_type={_kind(t)} does not use it"),
 }

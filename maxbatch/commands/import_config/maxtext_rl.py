@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from fractions import Fraction
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
-from maxbatch.commands.import_config.maxtext_data import take_template
 from maxbatch.commands.import_config.steps import take_rewards, take_tokenizer, without_balance
 from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
@@ -107,7 +106,6 @@ def _tokenizer(t: Translation, word: str) -> None:
         take_tokenizer(t, word, t.text(word))
     t.settings.setdefault("tokenizer_type", "huggingface")
     t.settings.setdefault("tokenizer_path", f"tokenizers/{t.text('model_name') or 'default'}")
-    take_template(t, is_read=True)
 
 
 def _template(t: Translation, word: str) -> None:

@@ -203,12 +203,6 @@ def _data(t: Translation, word: str) -> None:
     t.map(word, why, dataset_path=path, dataset_type="megatron")
 
 
-def _tokenizer(t: Translation, word: str) -> None:
-    kind = t.text(word)
-    ours = "sentencepiece" if "entence" in kind or kind.startswith("Llama2") else "huggingface"
-    t.map(word, tokenizer_type=ours)
-
-
 def _equation(t: Translation) -> tuple[str, str]:
     """Returns the batch as an equation in Megatron's words and in ours."""
     p = t.settings.get("per_device_batch_size", "?")
@@ -227,10 +221,9 @@ FORMAT = Format(
     _equation,
     {
         "nemo": _nemo, "batch": _batch, "length": _length, "rates": _rates, "dimensions": _dimensions,
-        "family": _family, "losses": _losses, "split": _split, "data": _data, "tokenizer": _tokenizer,
+        "family": _family, "losses": _losses, "split": _split, "data": _data,
     },
     {
-        "is_half": lambda t, word: "16" in t.text(word),
         "is_full": lambda t, _: (
             (t.text("recompute_granularity") or t.text("activations_checkpoint_granularity")) == "full"
         ),

@@ -9,7 +9,7 @@ file, and `words` the rows, in the order in which words are taken:
     when   terms joined by `and`; empty: the file states the word. A term is [NAME] TEST, or :CONDITION, a function
            stated, unstated       stated with a non-empty value, or not
            written, any           stated or a default; always
-           is A, B; not A, B      the value is (not) one of these; `empty`: no value
+           is A, B; not A, B      the value is (not) one of these, * for any text; `empty`: no value
            = N, < N, > N, >= N    the value as a number
     here   KEY, KEY=VALUE ...     settings of ours; {} is the word's value, {NAME} another word's value; {bool}, {not}
                                   and {int}: the value as a switch, the opposite switch, a whole number
@@ -169,7 +169,8 @@ def _is_one(t: Translation, name: str, values: list[str]) -> bool:
     if not text:
         return "empty" in values
     is_folded = text.lower() in _FOLDED and text.lower() in values
-    return text in values or is_folded or ("true" in values and t.is_true(name))
+    is_like = any(fnmatchcase(text, value) for value in values if "*" in value)
+    return text in values or is_folded or is_like or ("true" in values and t.is_true(name))
 
 
 def _filled(t: Translation, word: str, here: str) -> dict[str, str]:
