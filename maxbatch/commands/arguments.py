@@ -40,9 +40,7 @@ def check_overrides(overrides: Sequence[str], takes: str) -> None:
 def config_of(args: argparse.Namespace, default: str | None = None) -> Config:
     """Returns the config of the positional arguments; warns of a ramp that nothing else mentions.
 
-    Args:
-      args: parsed arguments.
-      default: the file to read if they name none; None: base.yml alone.
+    Without a file it reads `default`, or base.yml alone.
 
     Raises:
       ConfigError: two files, or a config that cannot be used.
@@ -68,12 +66,7 @@ def on_machine(
 ) -> ConfigError:
     """Returns a config error for the machine of a command line, for which it answers unknown keys.
 
-    Args:
-      error: the error of reading the config.
-      devices: of the machine; None: not stated.
-      hosts: of the machine; None: not stated.
-      slices: of the devices.
-      has_flags: whether the command plans for the machine of --devices and --hosts.
+    `has_flags`: whether the command plans for the machine of --devices and --hosts.
     """
     from maxbatch.config.unknown import Machine, UnknownKeys
 
@@ -184,9 +177,7 @@ def _resources(text: str) -> dict[str, float]:
 def ray_cluster(args: argparse.Namespace, retries: int = -1) -> contextlib.AbstractContextManager[RayCluster | None]:
     """Returns the cluster of the flags of `add_ray`, None without them, as a context manager.
 
-    Args:
-      args: parsed arguments.
-      retries: how often a task is run again after its node or its worker process was lost; -1: always.
+    It runs a task again up to `retries` times (-1: always) after its node or its worker process was lost.
 
     Raises:
       ConfigError: `--resources` without `--ray`, or a cluster that cannot be used.

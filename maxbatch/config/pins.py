@@ -57,12 +57,9 @@ def read_written(path: AnyPath) -> Config | None:
 def changed_since(
     previous: Mapping[str, Value], config: Mapping[str, Value], of_batch: str = THE_BATCH
 ) -> dict[str, str]:
-    """Returns a line for each key whose value differs from the last session's and changes the run, by key.
+    """Returns a line for each key whose value differs from the previous session's and changes the run, by key.
 
-    Args:
-      previous: the last session's config.
-      config: this session's config.
-      of_batch: the effect of the keys of the batch: `THE_BATCH` or `THE_CUT`.
+    `of_batch` is the effect of the keys of the batch: `THE_BATCH` or `THE_CUT`.
     """
     states_prompts = previous["batch_size"] is not None  # then no key states the batch in samples
     lines = {}

@@ -47,9 +47,7 @@ class Displaced(NamedTuple):
 def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
     """Yields the keys that a layer displaces in lower layers; raises ConfigError for a batch in prompts and in rows.
 
-    Args:
-      values: of all keys, the layer's included.
-      stated: the keys that the layer sets to another value than null.
+    `values` are those of all keys, `stated` the keys that the layer sets to another value than null.
     """
     if values["batch_size"] is not None:
         for name in PRETRAINING_BATCH:
@@ -102,10 +100,7 @@ def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
 def refuse_pairs_without_prompts(values: Values, defaults: Values, remedies: Mapping[str, str]) -> None:
     """Raises ConfigError for keys of a batch of prompts if no layer states such a batch.
 
-    Args:
-      values: of all keys.
-      defaults: of all keys.
-      remedies: by key, what works in place of the values that its refusal would name.
+    `remedies` hold, by key, the advice in place of the values that its refusal would name.
     """
     for name in names_of(Part.PROMPT_BATCH):
         if values[name] != defaults[name]:

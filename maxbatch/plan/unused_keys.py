@@ -18,14 +18,7 @@ _MOST_TRIES = 200_000  # stages of ramps that are tried
 
 
 def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager, resumes: bool) -> Iterator[str]:
-    """Yields a warning for each stated value without an effect.
-
-    Args:
-      config: the run's config.
-      mesh: of the devices that train.
-      manager: the plan of its batch.
-      resumes: whether the run resumes a checkpoint.
-    """
+    """Yields a warning for each stated value without an effect on the devices that train."""
     scaling = stated(config, "learning_rate_scaling")
     if config.rates.reference_batch_size is not None and config.rates.learning_rate_scaling == "none":
         yield f"{stated(config, 'reference_batch_size')} has no effect without learning_rate_scaling=linear or sqrt"

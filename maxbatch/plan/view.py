@@ -192,25 +192,12 @@ def _is_in_tokens(optimizer: OptimizerConfig, decay: str) -> bool:
 def ramp_table(plan: BatchPlan, rate: LearningRate | None = None, decays: Sequence[str] = ()) -> Table:
     """Returns the table of stages; with a rate, also the rates of each stage's first and last update.
 
-    Args:
-      plan: the plan of the batch.
-      rate: of the run; None: the table has no rates.
-      decays: names in `Decays` to show even if no ramp changes them.
+    `decays` are names in `Decays` to show even if no ramp changes them.
     """
     scaled = any(stage.learning_rate_scale != 1 for stage in plan.stages)
     sample, of_pairs = plan.sample, " pairs" if plan.rl else ""
-    heads = [
-        "stage",
-        "threshold",
-        f"from {sample}",
-        "step",
-        "steps",
-        f"{sample}s",
-        "p",
-        "g",
-        f"micro{of_pairs}",
-        f"global{of_pairs}",
-    ]
+    heads = ["stage", "threshold", f"from {sample}", "step", "steps", f"{sample}s"]
+    heads += ["p", "g", f"micro{of_pairs}", f"global{of_pairs}"]
     is_ramp = len(plan.stages) > 1
     heads += ["tokens"] if is_ramp else []
     padded = any(stage.padded_slots_per_step for stage in plan.stages)

@@ -110,13 +110,9 @@ def run(args: argparse.Namespace) -> int:
 def translated(
     name: str, path: Path, command: int | None = None, devices: int | None = None
 ) -> tuple[Translation, list[str]]:
-    """Translates a file, with notes on its reading; `hf` reads GRPOConfig as `trl` does.
+    """Translates a file of a format, with notes on its reading; `hf` reads GRPOConfig as `trl` does.
 
-    Args:
-      name: a format.
-      path: the file.
-      command: its number in a shell file, from 1; None: the only one.
-      devices: the other program's devices; None: unknown.
+    `command` is its number in a shell file, from 1; None: the only one.
     """
     words, notes = maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
     if name == "hf" and trl.is_of_responses(words):

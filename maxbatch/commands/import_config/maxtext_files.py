@@ -32,11 +32,8 @@ _BLOCKS = ("rl", "lora", "dpo")  # their words are also read without the block's
 def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], list[str]]:
     """Reads the words of a config, with its `base_config` chain and model, or of a recipe; with notes.
 
-    As in MaxText, a model's own keys override a config file's, and a command's override both.
-
-    Args:
-      path: the file.
-      command: its number in a recipe, from 1; None: the only one.
+    As in MaxText, a model's own keys override a config file's, and a command's override both. `command` is its number
+    in a recipe, from 1; None: the only one.
     """
     notes: list[str] = []
     named, own = None, dict[str, Stated]()

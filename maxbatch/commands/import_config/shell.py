@@ -74,11 +74,8 @@ class Command(NamedTuple):
 def read_command(path: Path, number: int | None = None) -> Command:
     """Reads the training command of a shell file, or its loose settings: lines of flags or `key=value`.
 
-    Expands variables and arrays that the file sets or that have a default.
-
-    Args:
-      path: the file.
-      number: number of the training command, from 1; None: the only one.
+    Expands variables and arrays that the file sets or that have a default. `number` is that of the training command,
+    from 1; None: the only one.
 
     Raises:
       ConfigError: several commands train with different settings and `number` is None, there is no such command, or the

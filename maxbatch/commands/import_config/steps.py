@@ -24,10 +24,7 @@ def take_tokenizer(t: Translation, word: str, path: str) -> None:
 def take_dataset(t: Translation, step: str, settings: Mapping[str, str]) -> None:
     """Takes TRL's `dataset_name`, a hub data set or a path, with its config and split.
 
-    Args:
-      t: the words.
-      step: the required form of its records.
-      settings: our settings, beside the path; the path if no data set is named.
+    `step` is the required form of its records. `settings` hold the path for a data set without a name.
     """
     name, ours = t.text("dataset_name"), dict(settings)
     if is_hub_name(name):

@@ -19,11 +19,7 @@ _LONGEST = 160  # characters of a database's message
 
 
 def shared_trials(library: ModuleType, sweep: SweepFile) -> Sequence[optuna.trial.FrozenTrial]:
-    """Returns the trials of a study in the database that a sweep file names as `storage`.
-
-    Args:
-      library: Optuna.
-      sweep: the sweep, which has a `storage`.
+    """Returns the trials of a study in the database that a sweep file names as `storage`, by the library Optuna.
 
     Raises:
       ConfigError: the study cannot be read, or is of other parameters.

@@ -15,14 +15,8 @@ from maxbatch.system.errors import ConfigError
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that an exported model keeps from its imported folder; no key states them.
 _KEPT = (*TOKEN_IDS, "max_position_embeddings", "original_max_position_embeddings", "initializer_range")
-_ABSENT = (
-    "trainable_position_size",
-    "local_rope_max_timescale",
-    "rope_type",
-    "rope_truncate",
-)  # defaults where a family lacks them
-
-
+# Defaults where a family lacks them.
+_ABSENT = ("trainable_position_size", "local_rope_max_timescale", "rope_type", "rope_truncate")
 # Latents have their own widths of keys and values.
 _UNREAD_BY_LATENTS = ("head_dim", "base_num_kv_heads")
 

@@ -21,13 +21,9 @@ END_TOKENS = "end tokens of load_parameters_path"  # in the identity of prompts
 _DEFAULT_LENGTH = 256  # max_target_length of base.yml
 
 ROPE_TYPES = {
-    "default": "default",
-    "linear": "linear",
-    "llama3": "llama3.1",
-    "yarn": "yarn",
-    "longrope": "longrope",
+    "default": "default", "linear": "linear", "llama3": "llama3.1", "yarn": "yarn", "longrope": "longrope",
     "su": "longrope",
-}
+}  # fmt: skip
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "gelu_new": "gelu", "gelu": "gelu_exact"}
 _GATED, _PLAIN = ("silu", "gelu", "gelu_exact"), ("gelu", "gelu_exact")
 _BIASES = ("attention_bias", "mlp_bias")
