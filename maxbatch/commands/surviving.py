@@ -118,9 +118,7 @@ def render_survival(rows: list[SurvivingMachine], console: Console) -> None:
     console.print(table)
     for row in rows:
         if row.refusal:
-            machine = row.machine
-            left = f"{machine.num_slices} slices" if machine.num_slices > 1 else f"{machine.num_hosts} hosts"
-            console.print(f"refused on {left}: {row.refusal}", soft_wrap=True)
+            console.print(f"refused on {row.machine.num_units} {row.machine.unit}: {row.refusal}", soft_wrap=True)
 
 
 def _figure_cells(figures: UpdateFigures | None) -> list[str]:

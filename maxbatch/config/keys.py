@@ -31,7 +31,7 @@ from typing import (
     get_type_hints,
 )
 
-from maxbatch.config.values import Bounds, Scalar, Value
+from maxbatch.config.values import Bounds, Scalar, Value, value_text
 
 # The types of fields that name a kind of text or number (`values.Scalar`).
 Quantity = Annotated[int, "quantity"]
@@ -167,14 +167,12 @@ def key(
     return cast(_T, _Row(_text(default), sentence, fixes, *facts))
 
 
-def _text(default: object) -> str:
+def _text(default: Any) -> str:
     """Returns a default as written in configs: `null`, `true`, `3e-3`."""
-    if default is None or isinstance(default, bool):
-        return "null" if default is None else str(default).lower()
     if isinstance(default, float) and 0 < default < 0.01:
         digits, _, exponent = f"{default:e}".partition("e")
         return f"{float(digits):g}e{int(exponent)}"
-    return str(default)
+    return value_text(default)
 
 
 def _cached(function: Callable[[type], _T]) -> Callable[[type], _T]:

@@ -21,7 +21,7 @@ from maxbatch.config.keys import Entry, Fixes, Key, Part
 from maxbatch.config.paths import configs_dir, place_fault
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.sections import KEYS, names_fixing, names_of
-from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path
+from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path, value_text
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path, is_remote
 
@@ -123,10 +123,10 @@ def override_texts(stated: Mapping[str, object]) -> list[str]:
 def _text_of(name: str, value: object) -> str:
     if isinstance(value, list | tuple):
         return ",".join(_text_of(name, item) for item in value)
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
     if isinstance(value, str | os.PathLike):
         return os.fspath(value)
+    if value is None or isinstance(value, bool):
+        return value_text(value)
     if isinstance(value, numbers.Real):
         return str(value)
     raise ConfigError(f"{name}={shown(repr(value))}: must be a text, a number, True, False, None or a list of them")

@@ -14,7 +14,7 @@ from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
 from maxbatch.config.sections import READY_TASKS, STORES, AllKeys, customised_tensors, names_of
-from maxbatch.config.values import Value, in_runs, in_tokens, shown
+from maxbatch.config.values import Value, in_runs, in_tokens, shown, value_text
 from maxbatch.system.errors import ConfigError
 
 # Reinforcement learning states its batch in prompts, by batch_size, in place of these.
@@ -113,10 +113,9 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, remedies: Map
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
             has_rows = values["per_device_batch_size"] != defaults["per_device_batch_size"]
             meant = None if has_rows else together({name: str(values[name])}, {}, Setting(values))
-            settings = {name: "null" if defaults[name] is None else str(defaults[name]).lower()}
-            settings = {**(meant.settings.get(name, {}) if meant else {}), **settings}
+            settings = {**(meant.settings.get(name, {}) if meant else {}), name: value_text(defaults[name])}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
-            stated = str(values[name]).lower()  # numbers, and true or false
+            stated = value_text(values[name])
             raise ConfigError(f"{name}={stated}: {rule}{elsewhere}; works: {remedies.get(name, works)}")
 
 

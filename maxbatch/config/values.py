@@ -116,9 +116,7 @@ class Scalar:
 
     def write(self, value: Value) -> str:
         """Returns the text from which `read` restores the value."""
-        if value is None:
-            return "null"
-        return str(value).lower() if isinstance(value, bool) else str(value)
+        return value_text(value)
 
     def fault(self, text: str, rule: str, nearest: object = None) -> ConfigError:
         """Returns the error for a text: name, value, rule, and the nearest value that works."""
@@ -174,6 +172,13 @@ class Scalar:
         guess = min(max(round(number), -_LARGEST), _LARGEST)
         broken = self.bounds and self.bounds.broken(guess)
         return plain_number(broken[1] if broken else guess)
+
+
+def value_text(value: Value) -> str:
+    """Returns a value as written in configs: `null`, `true`, `10`."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _listed(text: str) -> list[str]:

@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import TypeVar
 
 from maxbatch.config.keys import Keyed, Section
-from maxbatch.config.values import Number, Value, exact, plain_number, shown
+from maxbatch.config.values import Number, Value, exact, plain_number, shown, value_text
 from maxbatch.system.errors import ConfigError
 
 _MOST_TRIES = 8  # a refusal seldom needs more than two
@@ -61,7 +61,7 @@ def accepted(config: _S, plan: Callable[[_S], _T]) -> _T:
 def _text(value: Value, quote: str = '"') -> str:
     """Returns a value as text for an override."""
     if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
+        return value_text(value)
     if isinstance(value, str):
         return f"{quote}{value}{quote}" if " " in value else value
     number = exact(value)

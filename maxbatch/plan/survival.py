@@ -21,14 +21,18 @@ class Machine(NamedTuple):
         return "slices" if self.num_slices > 1 else "hosts"
 
     @property
+    def num_units(self) -> int:
+        """Slices or, on a single slice, hosts."""
+        return self.num_slices if self.num_slices > 1 else self.num_hosts
+
+    @property
     def name(self) -> str:
         """A name for the folder of its programs."""
         return f"slices-{self.num_slices}-hosts-{self.num_hosts}-devices-{self.num_devices}"
 
     def without(self, lost: int) -> Machine:
         """Returns the machine without `lost` of its slices or hosts."""
-        whole = self.num_slices if self.num_slices > 1 else self.num_hosts
-        left = whole - lost
+        whole, left = self.num_units, self.num_units - lost
         slices = left if self.num_slices > 1 else 1
         return Machine(self.num_devices // whole * left, self.num_hosts // whole * left, slices)
 
@@ -39,7 +43,7 @@ def smaller_machines(machine: Machine, survive: int) -> list[Machine]:
     Raises:
       ConfigError: nothing would be left, or the slices or hosts are not alike.
     """
-    whole = machine.num_slices if machine.num_slices > 1 else machine.num_hosts
+    whole = machine.num_units
     if whole == 1:
         raise ConfigError(f"--survive {survive}: counts slices (hosts, if there is one slice), and this machine "
                           "has one of each; works: --slices 4, or --hosts 4")  # fmt: skip

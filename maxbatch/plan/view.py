@@ -18,7 +18,7 @@ from maxbatch.plan.rampup import Stage
 from maxbatch.plan.rl_batch import RLBatch
 from maxbatch.plan.update_settings import Decays
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import folded
+from maxbatch.system.folding import counted, folded
 from maxbatch.system.terminal import PlainTable
 
 _MOST_STAGES, _MOST_MICRO_BATCHES, _MOST_SHARDS, _MOST_UPDATES = 40, 8, 5, 16
@@ -111,18 +111,18 @@ def equation(plan: BatchPlan) -> str:
     listed = plan.manager.listed
     last = plan.stages[listed[-1]]
     if plan.rl:
-        product = f"{_counted(plan.rl.batch_size, 'prompt')} x {_counted(plan.rl.num_generations, 'response')}"
-        chunks = f"{_counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
-        updates = f"{_counted(plan.rl.updates_per_batch, 'update')} per batch"
+        product = f"{counted(plan.rl.batch_size, 'prompt')} x {counted(plan.rl.num_generations, 'response')}"
+        chunks = f"{counted(plan.rl.num_micro_batches, 'chunk')} of {plan.rl.micro_batch_size:,}"
+        updates = f"{counted(plan.rl.updates_per_batch, 'update')} per batch"
         cut = "update"
         if plan.rl.num_minibatches > 1:
             pairs = plan.rl.minibatch_size * plan.rl.num_generations
-            cut, updates = "batch", f"{updates} of {_counted(pairs, 'pair')}"
+            cut, updates = "batch", f"{updates} of {counted(pairs, 'pair')}"
         return f"{plan.rl.effective_batch_size:,} pairs per {cut} = {product}, in {chunks}; {updates}"
-    steps = _counted(last.gradient_accumulation_steps, "accumulation step")
+    steps = counted(last.gradient_accumulation_steps, "accumulation step")
     line = (
         f"{last.global_batch_size:,} {plan.sample}s per update = {number_text(last.per_device_batch_size)} per device "
-        f"x {_counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
+        f"x {counted(plan.num_devices, 'device')} x {steps}; {plan.tokens_per_step:,} tokens"
     )
     if len(listed) > 1:
         first = plan.stages[listed[0]].global_batch_size
@@ -250,8 +250,8 @@ def render_frameworks(plan: BatchPlan, console: Console) -> None:
     from maxbatch.plan.frameworks import settings_of
 
     settings = settings_of(plan)
-    together = _counted(plan.num_devices // plan.batch_shards, "device")
-    replicas = _counted(plan.batch_shards, "replica")
+    together = counted(plan.num_devices // plan.batch_shards, "device")
+    replicas = counted(plan.batch_shards, "replica")
     table = PlainTable("in the words of", "one update", f"write there, on {replicas} of {together}")
     for own in settings:
         table.add_row(own.framework, own.update, own.settings)
@@ -348,10 +348,6 @@ def _slots(first: int, end: int, rows: int) -> str:
     if not empty:
         return _samples(first, end)
     return f"{_samples(first, end)} + {empty} empty" if end > first else f"{empty} empty"
-
-
-def _counted(count: int, noun: str) -> str:
-    return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def number_text(value: int | float | Fraction | None) -> str:
