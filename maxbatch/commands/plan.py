@@ -33,18 +33,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--survive", type=count, metavar="K", help=survive)
     topology = "the TPU slice of --survive: compile for each machine, and show its memory and modelled step"
     parser.add_argument("--topology", metavar="T", help=topology)
-    parser.add_argument(
-        "--failures-per-day", type=_positive(4), metavar="F", help="print the checkpoint period for F failures a day"
-    )
+    failures = "print the checkpoint period for F failures a day"
+    parser.add_argument("--failures-per-day", type=_positive(4), metavar="F", help=failures)
     save = "seconds that a checkpoint holds training up (default: as measured in run_dir, else 10)"
     parser.add_argument("--save-seconds", type=_positive(10), metavar="S", help=save)
     step = "seconds of an update (default: as measured in run_dir)"
     parser.add_argument("--step-seconds", type=_positive(2), metavar="S", help=step)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--layout", action="store_true", help="show which device gets which sample")
-    parser.add_argument(
-        "--words", action="store_true", help="print the settings of other frameworks for the same batch"
-    )
+    words = "print the settings of other frameworks for the same batch"
+    parser.add_argument("--words", action="store_true", help=words)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -35,19 +35,10 @@ def add_arguments(parser: ArgumentParser) -> None:
         ("--verify", "read a prepared folder and check its content"),
     ):
         where.add_argument(flag, type=place, metavar="FOLDER", help=what)
-    parser.add_argument(
-        "--shard-tokens",
-        type=count,
-        metavar="N",
-        help="approximate tokens per file (default: one file; in a bucket 2^30)",
-    )
-    workers = whole(1, _MOST_WORKERS, works=num_cores())
-    parser.add_argument(
-        "--workers",
-        type=workers,
-        metavar="N",
-        help="most processes that tokenise (default: the cores), or most tasks of --ray (default: as many as fit)",
-    )
+    shard = "approximate tokens per file (default: one file; in a bucket 2^30)"
+    parser.add_argument("--shard-tokens", type=count, metavar="N", help=shard)
+    most = "most processes that tokenise (default: the cores), or most tasks of --ray (default: as many as fit)"
+    parser.add_argument("--workers", type=whole(1, _MOST_WORKERS, works=num_cores()), metavar="N", help=most)
     add_ray(parser, "the tokenising")
 
 

@@ -54,12 +54,10 @@ class SweepProgress(LinesAboveBar):
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "file", type=local_path, metavar="SWEEP.yml", help="a sweep file, or the name of one of configs/sweeps"
-    )  # fmt: skip
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="run failed trials again (not those that diverged)"
-    )  # fmt: skip
+    file = "a sweep file, or the name of one of configs/sweeps"
+    parser.add_argument("file", type=local_path, metavar="SWEEP.yml", help=file)
+    again = "run failed trials again (not those that diverged)"
+    parser.add_argument("--retry-failed", action="store_true", help=again)
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to standard error")
     add_ray(parser, "trials")
 

@@ -91,29 +91,18 @@ def end_tokens(path: str | os.PathLike[str]) -> tuple[int, ...]:
     return tuple(tokens)
 
 
-def most_positions(path: str | os.PathLike[str]) -> int:
-    """Returns the context length in a folder's `config.json`; 0 if none is stated.
-
-    Raises:
-      ConfigError: the file cannot be read.
-    """
-    if not path or not is_huggingface_folder(path):
-        return 0
-    stated = read_config_json(path)
-    found = stated.get("max_position_embeddings", stated.get("n_positions"))
-    return found if type(found) is int and found > 0 else 0
-
-
 def context_length(config: DecoderConfig, path: str) -> int:
     """Returns the context length of a model: a training row's, or more if the folder `path` states more.
 
     Raises:
       ConfigError: the folder's `config.json` cannot be read.
     """
-    stated = most_positions(path)
+    fields = read_config_json(path) if path and is_huggingface_folder(path) else {}
+    stated = fields.get("max_position_embeddings", fields.get("n_positions"))
+    stated = stated if type(stated) is int else 0
     if config.trainable_position_size > 0:
         stated = min(stated, config.trainable_position_size)
-    return int(max(config.max_target_length, stated))
+    return max(config.max_target_length, stated)
 
 
 def keys_of_folder(path: str | os.PathLike[str]) -> dict[str, str]:
