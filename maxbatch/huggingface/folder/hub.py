@@ -9,7 +9,6 @@ import functools
 import os
 import re
 from pathlib import Path
-from typing import NamedTuple
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError
@@ -19,11 +18,6 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _SMALL = ["*.json", "*.jinja", "*.model", "merges.txt"]  # configs and tokenizers
 _WEIGHTS = ["*.safetensors"]
 _BELOW = "*/*"  # files in folders of a repository, which hold the model in other formats
-
-
-class _Found(NamedTuple):
-    folder: Path | None
-    problem: str = ""
 
 
 def hub_name(path: str | os.PathLike[str]) -> str | None:
@@ -51,36 +45,37 @@ def folder_of(path: str | os.PathLike[str], *, weights: bool = False) -> AnyPath
     if name is None:
         return as_path(path)
     found = _lookup(name, weights)
-    if found.folder is None:
-        raise ConfigError(f"{shown(name)}: {found.problem}")
-    return found.folder
+    if isinstance(found, str):
+        raise ConfigError(f"{shown(name)}: {found}")
+    return found
 
 
 def hub_problem(path: str | os.PathLike[str]) -> str | None:
     """Returns why a hub name cannot be used; None if it can, or for other paths."""
     name = hub_name(path)
-    return _lookup(name, False).problem or None if name else None
+    found = _lookup(name, False) if name else None
+    return found if isinstance(found, str) else None
 
 
 @functools.cache
-def _lookup(name: str, weights: bool) -> _Found:
-    """Returns the folder of a model, looked up once in a process."""
+def _lookup(name: str, weights: bool) -> Path | str:
+    """Returns the folder of a model, or the reason why there is none; looked up once in a process."""
     here = f"no such file or folder (seen from {os.getcwd()})"
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        return _Found(None, f"{here}; a name of the Hugging Face hub needs huggingface_hub, which is not installed; "
-                            "pip install 'maxbatch[text]'")  # fmt: skip
+        return (f"{here}; a name of the Hugging Face hub needs huggingface_hub, which is not installed; "
+                "pip install 'maxbatch[text]'")  # fmt: skip
     revision = None
     if weights:
         small = _lookup(name, False)
-        if small.folder is None:
+        if isinstance(small, str):
             return small
-        revision = small.folder.name  # of the same commit, even if the model changes meanwhile
+        revision = small.name  # of the same commit, even if the model changes meanwhile
     try:
         wanted = _SMALL + _WEIGHTS if weights else _SMALL
         folder = snapshot_download(name, revision=revision, allow_patterns=wanted, ignore_patterns=[_BELOW])
     except Exception as error:  # errors of the hub, of the network and of the disk
         said = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        return _Found(None, f"{here}, and the Hugging Face hub gives none of that name ({said})")
-    return _Found(Path(folder))
+        return f"{here}, and the Hugging Face hub gives none of that name ({said})"
+    return Path(folder)
