@@ -1,0 +1,172 @@
+"""The gated delta rule, by which a state per head reads and writes like a memory of fixed size, and its convolution.
+
+Per token t of a document the state S, [k, v], first decays, then moves what it has stored under the key towards the
+value, and is read with the query:
+
+    S = exp(g) S;  S = S + b k (v - S^T k)^T;  o = S^T q
+
+g <= 0 is the logarithm of the decay, b in [0, 1] the rate of writing. Reference: Yang et al. 2024, Gated Delta Networks
+(https://arxiv.org/abs/2412.06464), section 3; chunks as in their equations 8 to 10 and Yang et al. 2024, Parallelizing
+Linear Transformers with the Delta Rule (https://arxiv.org/abs/2406.06484).
+
+In packed rows every document begins with an empty state. Another document of the row enters an output as a term of
+exactly 0, so its tokens change no bit of it; its length moves the borders of the chunks, and sums in another order.
+
+Shapes: M micro-batch, L length, C channels, W width of the convolution; K key heads, H value heads, each key head for
+H / K neighbours, k and v widths of a key and of a value; N chunks of c tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+_EPSILON = 1e-6  # under the root of a query's or key's length
+
+
+def causal_convolution(
+    x_MxLxC: jax.Array, kernel_CxW: jax.Array, segments_MxL: jax.Array, before_MxWxC: jax.Array | None = None
+) -> jax.Array:
+    """Returns each channel's sum over the last W tokens of the document, [M, L, C], in x's dtype.
+
+    Args:
+      x_MxLxC: the inputs; channels may have several axes.
+      kernel_CxW: the weights; the last is that of the token itself.
+      segments_MxL: the document of each token; tokens of others, and those before the first one, count as 0.
+      before_MxWxC: the W - 1 tokens before the first one, of its document; None: the document begins there.
+    """
+    width, (rows, length, *channels) = kernel_CxW.shape[-1], x_MxLxC.shape
+    kernel_CxW = kernel_CxW.astype(x_MxLxC.dtype)[None, None]
+    outside = segments_MxL[:, :1] if before_MxWxC is not None else jnp.full_like(segments_MxL[:, :1], -1)
+    if before_MxWxC is None:
+        before_MxWxC = jnp.zeros((rows, width - 1, *channels), x_MxLxC.dtype)
+    x = jnp.concatenate([before_MxWxC.astype(x_MxLxC.dtype), x_MxLxC], axis=1)
+    segments = jnp.concatenate([jnp.repeat(outside, width - 1, axis=1), segments_MxL], axis=1)
+    total = x_MxLxC * kernel_CxW[..., -1]
+    for back in range(1, width):
+        here = slice(width - 1 - back, width - 1 - back + length)
+        is_same = (segments[:, here] == segments_MxL).reshape(rows, length, *[1] * len(channels))
+        total += jnp.where(is_same, x[:, here], 0) * kernel_CxW[..., -1 - back]
+    return total
+
+
+def gated_delta_rule(
+    q_MxLxKxk: jax.Array,
+    k_MxLxKxk: jax.Array,
+    v_MxLxHxv: jax.Array,
+    log_decay_MxLxH: jax.Array,
+    rate_MxLxH: jax.Array,
+    segments_MxL: jax.Array,
+    chunk_size: int,
+    state_MxHxkxv: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what each token reads, float32[M, L, H, v], and the state after the last token, float32[M, H, k, v].
+
+    Queries and keys are normalised to length 1, and queries divided by the root of their width. All is computed in
+    float32, the products at its full precision: the solution of a chunk's triangular system would amplify the rounding
+    of shorter types. With chunks of one token it is the recurrence itself.
+
+    Args:
+      log_decay_MxLxH: float32, at most 0; where it and the rate are 0 a token leaves the state as it is.
+      rate_MxLxH: float32 in [0, 1].
+      segments_MxL: the document of each token; the tokens of one are neighbours.
+      chunk_size: the most tokens whose writes are solved together.
+      state_MxHxkxv: the state of the first token's document before it; None: the document begins there.
+    """
+    length, chunk_size = q_MxLxKxk.shape[1], min(chunk_size, q_MxLxKxk.shape[1])
+    groups = v_MxLxHxv.shape[2] // k_MxLxKxk.shape[2]
+    q_MxLxKxk, k_MxLxKxk = _normalised(q_MxLxKxk) * q_MxLxKxk.shape[3] ** -0.5, _normalised(k_MxLxKxk)
+    is_going_on = state_MxHxkxv is not None
+    if state_MxHxkxv is None:
+        rows, heads, widths = v_MxLxHxv.shape[0], v_MxLxHxv.shape[2], (k_MxLxKxk.shape[3], v_MxLxHxv.shape[3])
+        state_MxHxkxv = jnp.zeros((rows, heads, *widths), jnp.float32)
+
+    def chunks(x_MxLxH: jax.Array, repeats: int = 1) -> jax.Array:
+        """Returns [M, L, H, ...] as float32[N, M, H, c, ...], the last chunk filled with tokens that change nothing."""
+        x = jnp.repeat(x_MxLxH.astype(jnp.float32), repeats, axis=2)
+        x = jnp.pad(x, [(0, 0), (0, -length % chunk_size), *[(0, 0)] * (x.ndim - 2)])
+        x = x.reshape(x.shape[0], -1, chunk_size, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
+    segments_MxL = jnp.pad(segments_MxL, [(0, 0), (0, -length % chunk_size)], mode="edge")
+    segments_NxMxc = segments_MxL.reshape(segments_MxL.shape[0], -1, chunk_size).swapaxes(0, 1)
+    with jax.default_matmul_precision("highest"):
+        parts = _solved(
+            chunks(q_MxLxKxk, groups), chunks(k_MxLxKxk, groups), chunks(v_MxLxHxv), chunks(log_decay_MxLxH),
+            chunks(rate_MxLxH), _Documents.of(segments_NxMxc, is_going_on),
+        )  # fmt: skip
+        last_MxHxkxv, o_NxMxHxcxv = jax.lax.scan(_chunk, state_MxHxkxv.astype(jnp.float32), parts)
+    o_MxNxcxHxv = jnp.moveaxis(o_NxMxHxcxv, (0, 2), (1, 3))
+    return o_MxNxcxHxv.reshape(o_MxNxcxHxv.shape[0], -1, *o_MxNxcxHxv.shape[3:])[:, :length], last_MxHxkxv
+
+
+def _normalised(x_MxLxKxk: jax.Array) -> jax.Array:
+    x = x_MxLxKxk.astype(jnp.float32)
+    return x * jax.lax.rsqrt(jnp.sum(jnp.square(x), axis=-1, keepdims=True) + _EPSILON)
+
+
+class _Documents(NamedTuple):
+    """Which tokens of chunks belong together, each bool with an axis for the heads."""
+
+    sees_NxMx1xcxc: jax.Array  # a token of the same document, itself or before
+    began_before_NxMx1xc: jax.Array  # whether the token's document goes on from the chunk before
+    goes_on_NxMx1xc: jax.Array  # whether it is that of the chunk's last token
+
+    @classmethod
+    def of(cls, segments_NxMxc: jax.Array, is_going_on: bool) -> _Documents:
+        """Returns them for chunks of rows; `is_going_on`: the first document has a state before the first token."""
+        size = segments_NxMxc.shape[2]
+        is_same = segments_NxMxc[..., :, None] == segments_NxMxc[..., None, :]
+        sees = is_same & jnp.tril(jnp.ones((size, size), bool))[None, None]
+        last_NxMx1 = segments_NxMxc[..., -1:]
+        is_first = segments_NxMxc[:1] == segments_NxMxc[:1, :, :1] if is_going_on else jnp.zeros_like(sees[:1, ..., 0])
+        began_before = jnp.concatenate([is_first, segments_NxMxc[1:] == last_NxMx1[:-1]])
+        return cls(sees[:, :, None], began_before[:, :, None], (segments_NxMxc == last_NxMx1)[:, :, None])
+
+
+class _Chunks(NamedTuple):
+    """What is known of chunks before the state that comes in."""
+
+    written_NxMxHxcxv: jax.Array  # what tokens write without that state
+    reading_NxMxHxcxk: jax.Array  # how what they write depends on it
+    q_NxMxHxcxk: jax.Array  # queries to it, decayed
+    scores_NxMxHxcxc: jax.Array  # of queries with the keys of the chunk, decayed
+    k_NxMxHxcxk: jax.Array  # keys, decayed to the end of the chunk
+    decay_NxMxH: jax.Array  # of that state over the chunk
+
+
+def _solved(
+    q_NxMxHxcxk: jax.Array, k_NxMxHxcxk: jax.Array, v_NxMxHxcxv: jax.Array, log_decay_NxMxHxc: jax.Array,
+    rate_NxMxHxc: jax.Array, documents: _Documents,
+) -> _Chunks:  # fmt: skip
+    """Solves the triangular system of each chunk: what a token writes depends on what those before it have written."""
+    sees, began_before, goes_on = documents
+    # The decay of each token's document since it or the chunk began. Summed per document, no other one rounds it.
+    since_NxMxHxc = jnp.sum(jnp.where(sees, log_decay_NxMxHxc[..., None, :], 0), axis=-1)
+    between_NxMxHxcxc = jnp.exp(jnp.where(sees, since_NxMxHxc[..., None] - since_NxMxHxc[..., None, :], -jnp.inf))
+    into_NxMxHxc = jnp.where(began_before, jnp.exp(since_NxMxHxc), 0)
+    onwards_NxMxHxc = jnp.exp(jnp.where(goes_on, since_NxMxHxc[..., -1:] - since_NxMxHxc, -jnp.inf))
+
+    written, reading = v_NxMxHxcxv * rate_NxMxHxc[..., None], k_NxMxHxcxk * (rate_NxMxHxc * into_NxMxHxc)[..., None]
+    if k_NxMxHxcxk.shape[-2] > 1:
+        overlap = jnp.einsum("...ck,...dk->...cd", k_NxMxHxcxk * rate_NxMxHxc[..., None], k_NxMxHxcxk)
+        solved = jax.lax.linalg.triangular_solve(
+            overlap * between_NxMxHxcxc, jnp.concatenate([written, reading], axis=-1),
+            left_side=True, lower=True, unit_diagonal=True,
+        )  # fmt: skip
+        written, reading = jnp.split(solved, [written.shape[-1]], axis=-1)
+    scores = jnp.einsum("...ck,...dk->...cd", q_NxMxHxcxk, k_NxMxHxcxk) * between_NxMxHxcxc
+    q, k = q_NxMxHxcxk * into_NxMxHxc[..., None], k_NxMxHxcxk * onwards_NxMxHxc[..., None]
+    return _Chunks(written, reading, q, scores, k, into_NxMxHxc[..., -1])
+
+
+def _chunk(state_MxHxkxv: jax.Array, own: _Chunks) -> tuple[jax.Array, jax.Array]:
+    """Returns the state after a chunk, and what its tokens read, [M, H, c, v]."""
+    written, reading, q_MxHxcxk, scores_MxHxcxc, k_MxHxcxk, decay_MxH = own
+    written_MxHxcxv = written - jnp.einsum("...ck,...kv->...cv", reading, state_MxHxkxv)
+    read_MxHxcxv = jnp.einsum("...ck,...kv->...cv", q_MxHxcxk, state_MxHxkxv)
+    read_MxHxcxv += jnp.einsum("...cd,...dv->...cv", scores_MxHxcxc, written_MxHxcxv)
+    state_MxHxkxv = state_MxHxkxv * decay_MxH[..., None, None]
+    return state_MxHxkxv + jnp.einsum("...ck,...cv->...kv", k_MxHxcxk, written_MxHxcxv), read_MxHxcxv
