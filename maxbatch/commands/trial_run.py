@@ -105,8 +105,19 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
         "chunk_attn_window_size": min(config.chunk_attn_window_size, _LENGTH // 2),
         "trainable_position_size": min(config.trainable_position_size, _LENGTH),
         **factors,
+        **(_delta_rule_keys(config) if FAMILIES[config.decoder_block].has_delta_rule else {}),
         **{name: min(int(config[name]), largest) for name, largest in most.items()},
     }
+
+
+def _delta_rule_keys(config: Config) -> dict[str, object]:
+    """Returns small sizes of a gated delta rule, and of the share of a head that turns beside it."""
+    shared = min(2, config.gdn_num_value_heads // config.gdn_num_key_heads)
+    return {
+        "gdn_num_key_heads": _HEADS, "gdn_num_value_heads": shared * _HEADS, "gdn_key_head_dim": _HEAD,
+        "gdn_value_head_dim": _HEAD, "gdn_chunk_size": min(config.gdn_chunk_size, _LENGTH // 4),
+        "partial_rotary_factor": max(2, 2 * round(_HEAD * config.partial_rotary_factor / 2)) / _HEAD,
+    }  # fmt: skip
 
 
 def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:

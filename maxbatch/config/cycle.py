@@ -19,12 +19,15 @@ class LayerForm(NamedTuple):
     # Whether it sees a window or a chunk only; None: as `attention_type` states for each layer.
     is_local: bool | None = None
     has_rope: bool = True  # in a model with RoPE
+    has_delta_rule: bool = False  # in place of attention
 
 
 def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     """Returns the forms that layers of a family may have."""
     if not family.has_cycle:
         return (LayerForm(family.has_experts),)
+    if family.has_delta_rule:
+        return tuple(LayerForm(has_experts=True, is_local=False, has_delta_rule=has_it) for has_it in (True, False))
     windows = (True, False) if family.has_global_heads else (False,)
     return tuple(LayerForm(has_experts, is_local) for has_experts in (False, True) for is_local in windows)
 
@@ -36,6 +39,8 @@ def cycle_length(model: ModelConfig) -> int:
     """
     if not FAMILIES[model.decoder_block].has_cycle:
         return 1
+    if FAMILIES[model.decoder_block].has_delta_rule:
+        return model.inhomogeneous_layer_cycle_interval
     windows, unrotated_step = len(model.attention_type.split(",")), max(1, model.nope_layer_interval)
     return math.lcm(windows, model.interleave_moe_layer_step, unrotated_step)
 
@@ -45,6 +50,11 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
     family = FAMILIES[model.decoder_block]
     if not family.has_cycle:
         return possible_forms(family)
+    if family.has_delta_rule:
+        length = model.inhomogeneous_layer_cycle_interval
+        return tuple(
+            LayerForm(has_experts=True, is_local=False, has_delta_rule=place + 1 < length) for place in range(length)
+        )
     windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
     may_have = model.num_experts > 1 or not family.has_experts_beside_mlp
     unrotated_step, has_chunks = max(0, model.nope_layer_interval), model.chunk_attn_window_size > 0

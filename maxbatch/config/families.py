@@ -67,6 +67,10 @@ class Family:
     has_layer_scale: bool = False  # a layer's output, the stream included, is multiplied by a learned number
     # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
     has_latents: bool = False
+    # The last layer of a cycle has attention, and the others the gated delta rule (`maxbatch.model.delta_rule`).
+    has_delta_rule: bool = False
+    has_query_gate: bool = False  # attention's output is multiplied by a sigmoid of the stream, head by head
+    has_shared_gate: bool = False  # and that of the shared experts by one number of each token
     own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
     # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
@@ -89,6 +93,8 @@ class Family:
     tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
     experts_alternate: bool = True  # otherwise modules that share such a name follow each other along that axis
     expert_outputs_first: bool = False  # whether such a tensor has its outputs before its inputs
+    # Modules that several of ours share head by head, and the axis of these heads: each has its rows of every one.
+    by_head: Mapping[str, str] = dataclasses.field(default_factory=dict)
     layer: str = "model.layers.{layer}"  # prefix of a layer's module names
     inputs_first: bool = False  # whether the matrices of its layers are [inputs, outputs] (Conv1D), not the reverse
     prefix: str = ""  # prefix of its tensors' names; older files lack it
@@ -333,6 +339,52 @@ _ENVY = Family(
     own_keys=("interleave_moe_layer_step",),
 )  # fmt: skip
 
+_QWEN3_NEXT = Family(
+    decoder_block="qwen3_next", model_type="qwen3_next", architecture="Qwen3NextForCausalLM",
+    norm_adds_one=True, has_experts=True, has_cycle=True, has_delta_rule=True, has_query_gate=True,
+    has_shared_gate=True,
+    own_keys=(
+        "inhomogeneous_layer_cycle_interval", "gdn_conv_kernel_dim", "gdn_key_head_dim", "gdn_value_head_dim",
+        "gdn_num_key_heads", "gdn_num_value_heads", "gdn_chunk_size", "partial_rotary_factor", "shared_experts",
+    ),
+    defaults={
+        "intermediate_size": 5632, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
+        "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
+    },
+    bias_fields=("attention_bias",), has_qk_norm=True,
+    modules={
+        **_MODULES, **_EXPERTS, "attention.query_gate": "self_attn.q_proj",
+        **dict.fromkeys((f"attention.delta_{part}" for part in ("query", "key", "value", "gate")),
+                        "linear_attn.in_proj_qkvz"),
+        **dict.fromkeys((f"attention.delta_{part}" for part in ("rate", "decay")), "linear_attn.in_proj_ba"),
+        **dict.fromkeys((f"attention.convolved_{part}" for part in ("query", "key", "value")), "linear_attn.conv1d"),
+        "attention.delta_norm": "linear_attn.norm", "attention.delta_out": "linear_attn.out_proj",
+        "shared_experts.gate": "mlp.shared_expert.gate_proj", "shared_experts.up": "mlp.shared_expert.up_proj",
+        "shared_experts.down": "mlp.shared_expert.down_proj", "shared_experts.shared_gate": "mlp.shared_expert_gate",
+    },
+    tensors={"attention.decay_scale": "linear_attn.A_log", "attention.decay_shift": "linear_attn.dt_bias"},
+    by_head={
+        "self_attn.q_proj": "heads", "linear_attn.in_proj_qkvz": "delta_key_heads",
+        "linear_attn.in_proj_ba": "delta_key_heads",
+    },
+)  # fmt: skip
+_QWEN3_5 = dataclasses.replace(
+    _QWEN3_NEXT, decoder_block="qwen3_5", model_type="qwen3_5_moe_text", architecture="Qwen3_5MoeForCausalLM",
+    always_normalises=True,
+    defaults={
+        **_QWEN3_NEXT.defaults, "intermediate_size": 512, "num_experts": 256, "num_experts_per_tok": 8,
+    },
+    modules={
+        **_QWEN3_NEXT.modules,
+        **dict.fromkeys((f"attention.delta_{part}" for part in ("query", "key", "value")), "linear_attn.in_proj_qkv"),
+        "attention.delta_gate": "linear_attn.in_proj_z", "attention.delta_rate": "linear_attn.in_proj_b",
+        "attention.delta_decay": "linear_attn.in_proj_a",
+    },
+    by_head={"self_attn.q_proj": "heads"},
+)  # fmt: skip
+
 DEFAULT_FAMILY = _LLAMA.decoder_block  # when a config names no family
 # By `decoder_block`.
 FAMILIES: dict[str, Family] = {
@@ -358,6 +410,8 @@ FAMILIES: dict[str, Family] = {
         _QWEN3_CUSTOM_MOE,
         _LLAMA4,
         _ENVY,
+        _QWEN3_NEXT,
+        _QWEN3_5,
     )
 }
 # By the `model_type` of a `config.json`.

@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Callable
 from functools import cache
+from typing import Literal
 
 from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, possible_forms
 from maxbatch.config.families import FAMILIES
@@ -21,7 +22,8 @@ ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the op
 # The stacks of layers: the first, dense ones of a model with experts, and all others. Layers of several forms are
 # stacked by their place in the cycle that they repeat, a number behind the stack's name (`layers.1.attention.query`).
 DENSE_LAYERS, LAYERS = "dense_layers", "layers"
-NORMS = ("norm", "attended_norm", "q_norm", "kv_norm")  # axes of vectors that are computed in float32
+# Axes of vectors that are computed in float32.
+NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "delta_norm", "decay_heads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,6 +40,8 @@ class Parameter:
     per_expert: bool = False  # whether each expert has one
     is_float32: bool = False  # whether it is float32 for any `weight_dtype`
     is_learned: bool = True  # whether the optimizer steps it
+    is_convolution: bool = False  # the weights of a depthwise convolution; its width is the last axis
+    first: Literal["zeros", "ones", "decays"] = "zeros"  # of vectors, unless they are scales
     kept: str = ""  # the name of its product for rematerialisation
     has: Callable[[ModelConfig], bool] = lambda _: True  # whether a model of the family has it
 
@@ -79,7 +83,7 @@ class Parameter:
 
     def shape(self, model: ModelConfig) -> tuple[int, ...]:
         """Returns its shape, in one layer."""
-        return tuple(_sizes(model)[axis] for axis in self.axes)
+        return tuple(axis_sizes(model)[axis] for axis in self.axes)
 
     def size(self, model: ModelConfig) -> int:
         """Returns the number of its values, in all layers."""
@@ -91,7 +95,7 @@ class Parameter:
         return size // model.num_experts * model.num_experts_per_tok if self.per_expert else size
 
 
-def _sizes(model: ModelConfig) -> dict[str, int]:
+def axis_sizes(model: ModelConfig) -> dict[str, int]:
     """Returns the size of each logical axis."""
     return {
         "vocab": model.vocab_size, "position": model.trainable_position_size, "embed": model.base_emb_dim,
@@ -107,6 +111,10 @@ def _sizes(model: ModelConfig) -> dict[str, int]:
         "latent_and_key": model.kv_lora_rank + model.qk_rope_head_dim,
         "qk_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
         "key_and_value": model.qk_nope_head_dim + model.v_head_dim, "v_dim": model.v_head_dim,
+        "delta_key_heads": model.gdn_num_key_heads, "delta_heads": model.gdn_num_value_heads,
+        "delta_key_dim": model.gdn_key_head_dim, "delta_value_dim": model.gdn_value_head_dim,
+        "delta_norm": model.gdn_value_head_dim, "decay_heads": model.gdn_num_value_heads,
+        "convolution": model.gdn_conv_kernel_dim, "shared_gate": 1,
     }  # fmt: skip
 
 
@@ -196,6 +204,11 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias and has_value(m)),
             Parameter(f"{attention}.out_bias", (attended_norm,), has=has_out_bias),
+            *(
+                (Parameter(f"{attention}.query_gate", heads, ("embed",), kept="query_proj"),)
+                if family.has_query_gate
+                else ()
+            ),
             *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
             Parameter(f"{attention}.query_norm.scale", normalised(heads), has=has_scaled_norm),
             Parameter(f"{attention}.key_norm.scale", normalised(kv_heads), has=has_scaled_norm),
@@ -216,6 +229,25 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{attention}.out", ("embed",), ("heads", "v_dim"), kept="out_proj"),
         )
 
+    def delta_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:
+        """Returns the parameters of a gated delta rule; its gate is kept as the values, which are as wide."""
+        key, value, rates = ("delta_key_heads", "delta_key_dim"), ("delta_heads", "delta_value_dim"), ("delta_heads",)
+        return (
+            Parameter(f"{attention}.delta_query", key, ("embed",), kept="query_proj"),
+            Parameter(f"{attention}.delta_key", key, ("embed",), kept="key_proj"),
+            Parameter(f"{attention}.delta_value", value, ("embed",), kept="value_proj"),
+            Parameter(f"{attention}.delta_gate", value, ("embed",), kept="value_proj"),
+            Parameter(f"{attention}.delta_rate", rates, ("embed",), kept="key_proj"),
+            Parameter(f"{attention}.delta_decay", rates, ("embed",), kept="key_proj"),
+            Parameter(f"{attention}.convolved_query", (*key, "convolution"), is_convolution=True),
+            Parameter(f"{attention}.convolved_key", (*key, "convolution"), is_convolution=True),
+            Parameter(f"{attention}.convolved_value", (*value, "convolution"), is_convolution=True),
+            Parameter(f"{attention}.decay_scale", ("decay_heads",), first="decays"),
+            Parameter(f"{attention}.decay_shift", ("decay_heads",), first="ones"),
+            Parameter(f"{attention}.delta_norm.scale", ("delta_norm",), first="ones"),
+            Parameter(f"{attention}.delta_out", ("embed",), value, kept="out_proj"),
+        )
+
     def mlp_rows(mlp: str) -> tuple[Parameter, ...]:
         return (
             Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
@@ -234,6 +266,11 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{shared}.gate", ("shared_mlp",), ("embed",), kept="mlpwi_0", has=has),
             Parameter(f"{shared}.up", ("shared_mlp",), ("embed",), kept="mlpwi_1", has=has),
             Parameter(f"{shared}.down", ("embed",), ("shared_mlp",), kept="mlpwo", has=has),
+            *(
+                (Parameter(f"{shared}.shared_gate", ("shared_gate",), ("embed",), has=has),)
+                if family.has_shared_gate
+                else ()
+            ),
         )
 
     def experts_rows(experts: str) -> tuple[Parameter, ...]:
@@ -273,10 +310,10 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         )
 
     def layers(stack: str, form: LayerForm) -> tuple[Parameter, ...]:
-        has_experts = form.has_experts
+        has_experts, attention = form.has_experts, latent_rows if family.has_latents else attention_rows
         return (
             *(norm(f"{stack}.attention_norm") if family.norms_before else ()),
-            *(latent_rows if family.has_latents else attention_rows)(f"{stack}.attention", form),
+            *(delta_rows if form.has_delta_rule else attention)(f"{stack}.attention", form),
             *(norm(f"{stack}.attention_post_norm") if family.norms_after == "both" else ()),
             *(norm(f"{stack}.mlp_norm", attended_norm) if family.norms_before else ()),
             *mlp_or_experts(stack, has_experts),

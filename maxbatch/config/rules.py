@@ -334,6 +334,23 @@ _NOT_OF_LATENTS = (
 )  # fmt: skip
 
 
+def _check_delta_rule(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for numbers of a gated delta rule, or of the attention beside it, that exclude each other."""
+    heads, keys = config.gdn_num_value_heads, config.gdn_num_key_heads
+    if heads % keys:
+        raise fault(
+            "gdn_num_value_heads", f"a multiple of gdn_num_key_heads={keys}", max(1, round(heads / keys)) * keys
+        )
+    turned = int(config.head_dim * config.partial_rotary_factor)
+    if turned % 2 or not turned:
+        even = max(2, 2 * round(turned / 2)) / config.head_dim
+        rule = f"such that head_dim={config.head_dim} times it is even, since rotary embeddings turn pairs"
+        raise fault("partial_rotary_factor", rule, f"{even:g}")
+    if config.attention_type != GLOBAL:
+        rule = f"{GLOBAL} beside decoder_block={config.decoder_block}, whose attention has no windows"
+        raise fault("attention_type", rule, GLOBAL)
+
+
 def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
@@ -347,6 +364,9 @@ def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., Co
         width, together = config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim), 1
     if config.base_num_query_heads * width > _MOST_INT8_TERMS:
         raise fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
+    values, together = config.gdn_value_head_dim, config.gdn_num_key_heads
+    if config.gdn_num_value_heads * values > _MOST_INT8_TERMS:
+        raise fault("gdn_num_value_heads", rule, _MOST_INT8_TERMS // (values * together) * together)
 
 
 def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
@@ -405,6 +425,8 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
         raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
     if family.has_latents:
         _check_latents(config, fault, refuse)
+    if family.has_delta_rule:
+        _check_delta_rule(config, fault)
 
 
 def _check_global_heads(config: AllKeys, block: str, fault: Callable[..., ConfigError]) -> None:
@@ -460,7 +482,7 @@ def _check_latents(config: AllKeys, fault: Callable[..., ConfigError], refuse: C
 
 def _check_factors(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError unless longrope's factors are one positive number for each pair of a head."""
-    pairs = config.head_dim // 2
+    pairs = int(config.head_dim * config.partial_rotary_factor) // 2
     ones = ",".join(["1"] * pairs)
 
     def fits(name: str) -> bool:

@@ -348,12 +348,25 @@ class ModelConfig(Section, changes="the model's computation"):
     base_moe_mlp_dim: int = key(-1, "hidden width of an expert; -1: base_mlp_dim", MODEL, COUNT_OR_OFF)
     norm_topk_prob: bool = key(False, "true: the weights of a token's experts are divided by their sum", MODEL)
     shared_experts: int = key(0,
-        "deepseek, llama4: number of shared experts, computed as one MLP for every token", MODEL, FROM_ZERO, "experts")
+        "deepseek, llama4, qwen3_next, qwen3_5: shared experts, computed as one MLP for every token", MODEL, FROM_ZERO,
+        "experts")
     first_num_dense_layers: int = key(0,
         "deepseek: first layers with an MLP of base_mlp_dim in place of experts", MODEL, FROM_ZERO, "layers")
     interleave_moe_layer_step: int = key(1,
         "envy, llama4: layers from one with experts to the next; those between have an MLP of base_mlp_dim",
         MODEL, COUNT, "layers")
+    inhomogeneous_layer_cycle_interval: int = key(1,
+        "qwen3_next, qwen3_5: layers from one with attention to the next; those between have the gated delta rule",
+        MODEL, COUNT, "layers")
+    partial_rotary_factor: float = key(1.0,
+        "qwen3_next, qwen3_5: share of a head that rotary embeddings turn, from its start", MODEL, SOME)
+    gdn_num_key_heads: int = key(16, "heads of queries and keys of the gated delta rule", MODEL, COUNT, "heads")
+    gdn_num_value_heads: int = key(32,
+        "heads of its values and states; a multiple of gdn_num_key_heads", MODEL, COUNT, "heads")
+    gdn_key_head_dim: int = key(128, "width of its queries and keys", MODEL, COUNT)
+    gdn_value_head_dim: int = key(128, "width of its values", MODEL, COUNT)
+    gdn_conv_kernel_dim: int = key(4, "tokens that the convolution before it sums over", MODEL, FROM_TWO, "tokens")
+    gdn_chunk_size: int = key(64, "most tokens whose writes to the state are solved together", PROGRAM, COUNT, "tokens")
     routed_score_func: Literal["softmax", "sigmoid"] = key("softmax",
         "softmax | sigmoid (deepseek, llama4): a router's scores of experts", MODEL)
     routed_scaling_factor: float = key(1.0, "deepseek: multiplies the weights of a token's experts", MODEL, POSITIVE)

@@ -17,7 +17,7 @@ from flax import nnx
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import MATRICES
-from maxbatch.model.cache import Cache
+from maxbatch.model.cache import Cache, StateCache
 from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
@@ -215,6 +215,7 @@ class Attention(nnx.Module):
     value: nnx.Param[jax.Array]  # if keys are not the values, before their norms and RoPE
     out: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]  # if the family has them
+    query_gate: nnx.Param[jax.Array]  # if it has one: multiplies the output by the sigmoid of its product
 
     def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
@@ -246,7 +247,8 @@ class Attention(nnx.Module):
         q, k, v = self._queries_keys_values(x_MxLxD, rope, partial(places_in_segments, segments_MxL), factor)
         if scores.has_chunks and is_local is True:
             segments_MxL = chunks_of_segments(segments_MxL, scores.window)
-        joined_MxLxD = self._joined(attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks))
+        attended_MxLxHxh = attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks)
+        joined_MxLxD = self._joined(attended_MxLxHxh, x_MxLxD)
         return kept(features_last(joined_MxLxD, self.constrain), MATRICES["out"].kept)
 
     def with_cache(
@@ -254,7 +256,7 @@ class Attention(nnx.Module):
         x_BxTxD: jax.Array,
         positions_BxT: jax.Array,
         rope: Rope | None,
-        cache: Cache,
+        cache: Cache | StateCache,
         layer: jax.Array | int,
         is_local: jax.Array | bool = False,
     ) -> tuple[jax.Array, Cache]:
@@ -263,10 +265,12 @@ class Attention(nnx.Module):
         It is the plain implementation, whatever the model was trained with. Positions are int32, the tokens' places in
         their rows and their slots; the tables of these positions are [B, T, h/2] each.
         """
+        assert isinstance(cache, Cache), "attention has slots"
         q, k, v = self._queries_keys_values(x_BxTxD, rope, lambda: positions_BxT)
         cache = cache.write(layer, positions_BxT, k, v)
         scores = self.scores._replace(is_local=is_local)
-        return self._joined(attend_to_cache(q, cache.layer(layer), positions_BxT, scores, self._sinks)), cache
+        attended_BxTxHxh = attend_to_cache(q, cache.layer(layer), positions_BxT, scores, self._sinks)
+        return self._joined(attended_BxTxHxh, x_BxTxD), cache
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
@@ -324,7 +328,11 @@ class Attention(nnx.Module):
             return q_MxLxHxh, k_MxLxKxh, kept(values_MxLxKxh, MATRICES["value"].kept)
         return q_MxLxHxh, k_MxLxKxh, self.value_norm(values_MxLxKxh)
 
-    def _joined(self, attended_MxLxHxh: jax.Array) -> jax.Array:
+    def _joined(self, attended_MxLxHxh: jax.Array, x_MxLxD: jax.Array) -> jax.Array:
+        if hasattr(self, "query_gate"):
+            gate_MxLxHxh = product(x_MxLxD, self.query_gate[...], "mld,dnh->mlnh", self.quantization)
+            gate_MxLxHxh = self.constrain(gate_MxLxHxh, ("batch", "length", *MATRICES["query_gate"].outputs))
+            attended_MxLxHxh *= jax.nn.sigmoid(kept(gate_MxLxHxh, MATRICES["query_gate"].kept))
         joined_MxLxD = product(attended_MxLxHxh, self.out[...], "mlnh,nhd->mld", self.quantization)
         if hasattr(self, "out_bias"):
             joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]

@@ -94,26 +94,79 @@ class Cache(NamedTuple):
         )
 
 
-class Caches(NamedTuple):
-    """The caches of a model: one for each place in its cycle of layers, which may have heads of its own."""
+class StateCache(NamedTuple):
+    """The states of a gated delta rule in every layer, which do not grow with the rows, and its convolutions' inputs.
 
-    places: tuple[Cache, ...]
+    Shapes beside those above: H value heads, k and v widths of a key and a value, W width of the convolutions.
+    """
+
+    states_NxBxHxkxv: jax.Array  # float32
+    inputs: tuple[jax.Array, jax.Array, jax.Array]  # of the last W - 1 tokens, as queries, keys and values: NxBxWxHxh
+    ends_B: jax.Array | None = None  # int32: tokens from this position on change nothing; None: all do
+
+    def with_room_for(self, length: int) -> StateCache:
+        """Returns the cache as it is: a state takes no slots."""
+        del length
+        return self
+
+    def before(self, starts_B: jax.Array, length: int) -> StateCache:
+        """Returns the states of Q prompts for the B / Q rows behind each. They must end at `starts_B`."""
+        del length
+        states, inputs = jax.tree.map(lambda x: jnp.repeat(x, starts_B.size // x.shape[1], axis=1), self[:2])
+        return StateCache(states, inputs)
+
+    def layer(self, layer: jax.Array | int) -> StateCache:
+        """Returns the cache of one layer, whose arrays lack the first axis."""
+        states_BxHxkxv, inputs = jax.tree.map(lambda x: x[layer], self[:2])
+        return StateCache(states_BxHxkxv, inputs, self.ends_B)
+
+    def write(
+        self,
+        layer: jax.Array | int,
+        positions_BxT: jax.Array,
+        states_BxHxkxv: jax.Array,
+        inputs: tuple[jax.Array, jax.Array, jax.Array],
+    ) -> StateCache:
+        """Returns the cache after T neighbouring tokens of each row in one layer, with inputs of [B, T, H, h] each."""
+        num_tokens = positions_BxT.shape[1]
+
+        def last(whole_NxBxWxHxh: jax.Array, new_BxTxHxh: jax.Array) -> jax.Array:
+            width = whole_NxBxWxHxh.shape[2]
+            all_of_them = jnp.concatenate([whole_NxBxWxHxh[layer], new_BxTxHxh], axis=1)
+            if self.ends_B is None:
+                return whole_NxBxWxHxh.at[layer].set(all_of_them[:, num_tokens:])
+            num_read_B = jnp.clip(self.ends_B - positions_BxT[:, 0], 0, num_tokens)
+            places_BxW = num_read_B[:, None] + jnp.arange(width)[None]
+            return whole_NxBxWxHxh.at[layer].set(jnp.take_along_axis(all_of_them, places_BxW[..., None, None], axis=1))
+
+        queries, keys, values = map(last, self.inputs, inputs)
+        states = self.states_NxBxHxkxv.at[layer].set(states_BxHxkxv)
+        return self._replace(states_NxBxHxkxv=states, inputs=(queries, keys, values))
+
+
+class Caches(NamedTuple):
+    """The caches of a model: one for each place in its cycle of layers, which may have heads of its own.
+
+    The last place has attention in every family.
+    """
+
+    places: tuple[Cache | StateCache, ...]
 
     @property
     def starts_B(self) -> jax.Array | None:
         """As `Cache.starts_B`."""
-        return self.places[0].starts_B
+        return self._slots.starts_B
 
     @property
     def num_prompts(self) -> int:
         """Prompts that rows begin behind, Q; 0: none."""
-        prompts = self.places[0].prompts
+        prompts = self._slots.prompts
         return prompts.keys_NxBxKxLxh.shape[1] if prompts else 0
 
     @property
     def num_positions(self) -> int:
         """The largest number of tokens of a row with its prompt."""
-        return self.places[0].num_positions
+        return self._slots.num_positions
 
     def with_room_for(self, length: int) -> Caches:
         """Returns the caches with slots added at the end."""
@@ -123,6 +176,12 @@ class Caches(NamedTuple):
         """Returns empty caches whose prompts are these, as `Cache.before`."""
         return self.each(lambda cache: cache.before(starts_B, length))
 
-    def each(self, change: Callable[[Cache], Cache]) -> Caches:
+    @property
+    def _slots(self) -> Cache:
+        last = self.places[-1]
+        assert isinstance(last, Cache), "a cycle ends with attention"
+        return last
+
+    def each(self, change: Callable[[Cache | StateCache], Cache | StateCache]) -> Caches:
         """Returns the caches, changed alike."""
         return Caches(tuple(map(change, self.places)))

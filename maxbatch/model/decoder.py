@@ -24,7 +24,8 @@ from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, local_layer
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, layer_paths, num_layers, num_stacked
 from maxbatch.model.attention import Attention
-from maxbatch.model.cache import Cache, Caches
+from maxbatch.model.cache import Cache, Caches, StateCache
+from maxbatch.model.delta_net import GatedDeltaNet
 from maxbatch.model.experts.experts import Experts
 from maxbatch.model.experts.routing import RoutingSums, Slots, slot_hashes
 from maxbatch.model.latent_attention import LatentAttention
@@ -81,7 +82,10 @@ class DecoderLayer(nnx.Module):
 
     def __init__(self, config: DecoderConfig, name: str, form: LayerForm, *, rngs: nnx.Rngs, constrain: Constrain):
         family = FAMILIES[config.decoder_block]
+        attention: type[Attention | LatentAttention | GatedDeltaNet]
         attention = LatentAttention if family.has_latents else Attention
+        if form.has_delta_rule:
+            attention = GatedDeltaNet
         self.attention_norm = norm_of(config, f"{name}.attention_norm")
         self.attention = attention(config, f"{name}.attention", rngs=rngs, constrain=constrain)
         self.attention_post_norm = norm_of(config, f"{name}.attention_post_norm")
@@ -126,10 +130,10 @@ class DecoderLayer(nnx.Module):
         x_BxTxD: jax.Array,
         positions_BxT: jax.Array,
         rope: Rope | None,
-        cache: Cache,
+        cache: Cache | StateCache,
         layer: jax.Array | int,
         is_local: jax.Array | bool,
-    ) -> tuple[jax.Array, Cache]:
+    ) -> tuple[jax.Array, Cache | StateCache]:
         """Returns the stream of T more tokens of each row, and the cache with them in it; see `Attention`."""
         attended_BxTxD, cache = self.attention.with_cache(
             self.attention_norm(x_BxTxD), positions_BxT, rope, cache, layer, is_local
@@ -312,11 +316,17 @@ class Decoder(nnx.Module):
         by_layer: RoutingSums | None = jax.tree.map(lambda of_cycles: of_cycles.reshape(-1, *of_cycles.shape[2:]), sums)
         return by_layer
 
-    def empty_caches(self, num_rows: int, length: int) -> Caches:
-        """Returns caches in the compute dtype with room for `length` tokens in each of B rows."""
+    def empty_caches(self, num_rows: int, length: int, ends_B: jax.Array | None = None) -> Caches:
+        """Returns caches in the compute dtype with room for `length` tokens in each of B rows.
+
+        Args:
+          ends_B: int32: tokens from this position of a row on change no state of it (`StateCache`); None: all do.
+        """
         layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
 
-        def empty(layer: DecoderLayer) -> Cache:
+        def empty(layer: DecoderLayer) -> Cache | StateCache:
+            if isinstance(layer.attention, GatedDeltaNet):
+                return layer.attention.empty_cache(self.num_stacked, num_rows, self.dtype, ends_B)
             kv_heads, *widths = layer.attention.cache_shape
             shapes = [(self.num_dense + self.num_stacked, num_rows, kv_heads, length, width) for width in widths]
             zeros = (jnp.zeros(shape, self.dtype) for shape in shapes)

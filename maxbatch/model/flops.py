@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.cycle import local_layers
+from maxbatch.config.cycle import cycle_of, local_layers
 from maxbatch.config.matrices import attention_widths, parameters
 
 
@@ -14,19 +14,28 @@ def model_flops_per_token(config: DecoderConfig) -> int:
     and of a layer's experts only those that the token goes to), and
     12 * H * h for attention per layer and token that is seen (h is the mean width of a key and a value, where they
     differ): L / 2 of them, because it is causal, and in a layer with
-    a window of W < L tokens W - W * W / 2L, since the first W tokens of a row see fewer; in chunks of W it is W / 2.
+    a window of W < L tokens W - W * W / 2L, since the first W tokens of a row see fewer; in chunks of W it is W / 2. A
+    gated delta rule of H heads has 24 * H * k * v in a layer, for a decay, two readings and a writing of states of k
+    times v, as in Megatron-LM.
 
     Reference: Chowdhery et al. 2022, PaLM (https://arxiv.org/abs/2204.02311), appendix B.
     """
     # An embedding that is the output projection too multiplies once, as that.
     multiplying = (
-        row for row in parameters(config) if row.is_map or (row.name == "embedding" and config.logits_via_embedding)
+        row
+        for row in parameters(config)
+        if row.is_map or row.is_convolution or (row.name == "embedding" and config.logits_via_embedding)
     )
     length, windows = config.max_target_length, local_layers(config, config.base_num_decoder_layers)
-    chunk, attended = config.chunk_attn_window_size, 0
-    for is_local in windows:
+    chunk, cycle, attended = config.chunk_attn_window_size, cycle_of(config), 0
+    forms = cycle * (len(windows) // len(cycle))
+    for is_local, form in zip(windows, forms, strict=True):
+        if form.has_delta_rule:
+            continue
         seen = min(chunk or config.sliding_window_size, length) if is_local else length
         twice_seen = seen if chunk else 2 * seen - seen * seen // length
         attended += twice_seen * sum(attention_widths(config, is_local))
     matrices = sum(row.active_size(config) for row in multiplying)
-    return 6 * matrices + 3 * attended * config.base_num_query_heads
+    state = config.gdn_num_value_heads * config.gdn_key_head_dim * config.gdn_value_head_dim
+    of_states = 24 * state * sum(form.has_delta_rule for form in forms)
+    return 6 * matrices + of_states + 3 * attended * config.base_num_query_heads

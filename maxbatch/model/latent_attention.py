@@ -19,7 +19,7 @@ from flax import nnx
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import MATRICES, attention_widths
 from maxbatch.model.attention import attend, attend_to_cache, implementation_on
-from maxbatch.model.cache import Cache
+from maxbatch.model.cache import Cache, StateCache
 from maxbatch.model.eight_bits import rounded
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
@@ -74,7 +74,7 @@ class LatentAttention(nnx.Module):
         x_BxTxD: jax.Array,
         positions_BxT: jax.Array,
         rope: Rope | None,
-        cache: Cache,
+        cache: Cache | StateCache,
         layer: jax.Array | int,
         is_local: jax.Array | bool = False,
     ) -> tuple[jax.Array, Cache]:
@@ -85,6 +85,7 @@ class LatentAttention(nnx.Module):
         are rounded as for the product that makes keys and values, so both ways give the same.
         """
         del is_local
+        assert isinstance(cache, Cache), "attention has slots"
         q_BxTxHxn, q_BxTxHxr = self._queries(x_BxTxD, rope)
         latent_BxTxc, k_BxTx1xr = self._latents(x_BxTxD, rope)
         up: jax.Array | Adapted = self.latent_up[...]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.matrices import MATRICES
@@ -35,6 +36,7 @@ class MLP(nnx.Module):
     gate: nnx.Param[jax.Array]
     up: nnx.Param[jax.Array]
     down: nnx.Param[jax.Array]
+    shared_gate: nnx.Param[jax.Array]  # if shared experts have one: multiplies the output by its product's sigmoid
 
     def __init__(self, config: ModelConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
@@ -57,7 +59,11 @@ class MLP(nnx.Module):
             inner_MxLxF = self.activation(_kept(inner_MxLxF, "gate"))  # MaxText's name of the first product
         inner_MxLxF = self.constrain(inner_MxLxF, ("batch", "length", "mlp"))
         out_MxLxD = product(inner_MxLxF, self.down[...], "mlf,fd->mld", self.quantization)
-        return _kept(self._biased(out_MxLxD, "down"), "down")
+        out_MxLxD = _kept(self._biased(out_MxLxD, "down"), "down")
+        if hasattr(self, "shared_gate"):
+            gate_MxLx1 = product(x_MxLxD, self.shared_gate[...], "mld,df->mlf", out_dtype=jnp.float32)
+            out_MxLxD *= jax.nn.sigmoid(gate_MxLx1).astype(out_MxLxD.dtype)
+        return out_MxLxD
 
     def _biased(self, x_MxLxF: jax.Array, name: str) -> jax.Array:
         bias_F = getattr(self, f"{name}_bias", None)

@@ -28,9 +28,9 @@ class RMSNorm(nnx.Module):
 
     scale: nnx.Param[jax.Array]
 
-    def __init__(self, config: ModelConfig, name: str, epsilon: float):
+    def __init__(self, config: ModelConfig, name: str, epsilon: float, adds_one: bool):
         add_parameters(self, config, name)
-        self.adds_one = FAMILIES[config.decoder_block].norm_adds_one
+        self.adds_one = adds_one
         self.epsilon = epsilon
 
     def __call__(self, x_MxLxD: jax.Array) -> jax.Array:
@@ -47,11 +47,17 @@ class RMSNorm(nnx.Module):
         return (normalised if bias is None else normalised + _wide(bias, x)).astype(x_MxLxD.dtype)
 
 
-def norm_of(config: ModelConfig, name: str, epsilon: float | None = None) -> Norm:
-    """Returns the norm of that name, by default with the config's epsilon; `unchanged` if the model has none."""
+def norm_of(config: ModelConfig, name: str, epsilon: float | None = None, adds_one: bool | None = None) -> Norm:
+    """Returns the norm of that name, by default with the config's epsilon; `unchanged` if the model has none.
+
+    Whether it multiplies by 1 + scale is by default the family's.
+    """
     if not any(row.module == name for row in parameters(config)):
         return unchanged
-    return RMSNorm(config, name, config.normalization_layer_epsilon if epsilon is None else epsilon)
+    epsilon = config.normalization_layer_epsilon if epsilon is None else epsilon
+    return RMSNorm(
+        config, name, epsilon, FAMILIES[config.decoder_block].norm_adds_one if adds_one is None else adds_one
+    )
 
 
 def of_unit_size(x_MxLxHxh: jax.Array, epsilon: float, factor: float = 1.0) -> jax.Array:

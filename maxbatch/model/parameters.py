@@ -15,6 +15,7 @@ from maxbatch.parallel.trees import KeyPath
 
 # Standard deviation of a unit normal that is truncated at two.
 _TRUNCATED_STDDEV = 0.87962566103423978
+_DECAYS = (0.01, 16.0)  # per token, before the softplus that a token scales them by
 
 
 def parameter_path(path: KeyPath) -> ParameterPath:
@@ -43,13 +44,19 @@ def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> 
     Biases are 0, and norms multiply by 1. Matrices are normal with a standard deviation of 1 / sqrt(inputs), truncated
     at two of them: the product keeps the variance of its input (LeCun et al. 1998, Efficient BackProp, section 4.6). A
     matrix that adds to the residual stream is also divided by the root of their number, two per layer, so that the
-    variance of the stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3).
+    variance of the stream does not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Depthwise convolutions
+    are uniform up to 1 / sqrt(width), and the logarithms of decays are those of uniform numbers (Yang et al. 2024).
     """
     shape = row.shape(config)
-    if not row.inputs:
-        is_one = row.path[-1].endswith("scale") and not FAMILIES[config.decoder_block].norm_adds_one
-        return jnp.full(shape, float(is_one), jnp.float32)
+    if not (row.inputs or row.is_convolution or row.first == "decays"):
+        is_scale = row.path[-1].endswith("scale") and not FAMILIES[config.decoder_block].norm_adds_one
+        return jnp.full(shape, float(is_scale or row.first == "ones"), jnp.float32)
     assert rngs is not None, "matrices are random"
+    if row.first == "decays":
+        return jnp.log(jax.random.uniform(rngs.params(), shape, jnp.float32, *_DECAYS))
+    if row.is_convolution:
+        bound = shape[-1] ** -0.5
+        return jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
     adds_to_stream = row.is_stacked and row.outputs == ("embed",)
     summed = math.prod(shape[axis] for axis in row.groups[row.is_lookup]) * (
         2 * config.base_num_decoder_layers if adds_to_stream else 1

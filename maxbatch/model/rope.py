@@ -56,13 +56,13 @@ class RopeKeys:
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> RopeKeys:
-        """Returns the keys of a config; with latent attention the head is its rotated part."""
+        """Returns the keys of a config; the head is the part of it that is rotated."""
         keys = cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
         if not FAMILIES[config.decoder_block].has_global_heads:
             keys = dataclasses.replace(keys, global_rope_proportion=1.0, local_rope_proportion=1.0)
         if FAMILIES[config.decoder_block].has_latents:
             return dataclasses.replace(keys, head_dim=config.qk_rope_head_dim)
-        return keys
+        return dataclasses.replace(keys, head_dim=int(config.head_dim * config.partial_rotary_factor))
 
 
 class Ropes:
@@ -123,12 +123,17 @@ def neighbours_apart(weight: jax.Array | Adapted, rotated: int) -> jax.Array | A
 def apply_rope(x_MxLxHxh: jax.Array, rope: Rope, platform: str = "cpu", factor: float = 1.0) -> jax.Array:
     """Rotates each pair (i, i + h/2) of the heads by its position's angle, in float32; returns x's dtype.
 
-    The tables hold their positions: [L, h/2], or [M, L, h/2] if every row has its own positions.
+    The tables hold their positions: [L, h/2], or [M, L, h/2] if every row has its own positions. If they are narrower,
+    they rotate the first part of a head, and the rest stays.
 
     Args:
       platform: "cpu", "gpu" or "tpu": selects the fastest form; the values are the same.
       factor: multiplies the result before it is rounded.
     """
+    if (turned := 2 * rope[0].shape[-1]) < x_MxLxHxh.shape[-1]:
+        x_MxLxHxr, rest = jnp.split(x_MxLxHxh, [turned], axis=-1)
+        rest = rest if factor == 1.0 else (rest.astype(jnp.float32) * factor).astype(rest.dtype)
+        return jnp.concatenate([apply_rope(x_MxLxHxr, rope, platform, factor), rest], axis=-1)
     cos, sin = (table.reshape(-1, *table.shape[-2:])[:, :, None, :] for table in rope)
     if factor != 1.0:
         cos, sin = cos * factor, sin * factor

@@ -50,6 +50,10 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(("q_lora", "kv_lora"), ("fsdp", "expert", "pipeline")),
     **dict.fromkeys(("q_latent", "latent_and_key", "qk_dim", "key_and_value", "v_dim", "q_norm", "kv_norm"), ()),
     "shared_mlp": ("tensor",),
+    **dict.fromkeys(("delta_key_heads", "delta_heads"), ("tensor",)),
+    **dict.fromkeys(
+        ("delta_key_dim", "delta_value_dim", "convolution", "shared_gate", "delta_norm", "decay_heads"), ()
+    ),
 }
 ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",
@@ -70,6 +74,8 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "position": None,
     **dict.fromkeys(("q_lora", "q_latent", "kv_lora", "latent_and_key", "qk_dim", "key_and_value", "v_dim"), None),
     "shared_mlp": "tensor",
+    **dict.fromkeys(("delta_key_heads", "delta_heads"), "tensor"),
+    **dict.fromkeys(("delta_key_dim", "delta_value_dim", "convolution", "shared_gate", "decay_heads"), None),
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 

@@ -25,7 +25,7 @@ from jax.sharding import Mesh
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, NORMS
 from maxbatch.data.store.tokenizers import Tokenizer
-from maxbatch.model.cache import Cache, Caches
+from maxbatch.model.cache import Cache, Caches, StateCache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.loss import token_logprobs
 from maxbatch.model.products import Adapted, product
@@ -400,7 +400,10 @@ class _Some:
         """Returns the state of these rows."""
         return _Loop(loop.caches.each(self._taken_cache), *(self._taken(x, 0, self.rows_SxR) for x in loop[1:]))
 
-    def _taken_cache(self, cache: Cache) -> Cache:
+    def _taken_cache(self, cache: Cache | StateCache) -> Cache | StateCache:
+        if isinstance(cache, StateCache):
+            states: StateCache = jax.tree.map(lambda x: self._taken(x, 1, self.rows_SxR), cache)
+            return states
         keys, values, prompts, starts_B = cache
         assert prompts is not None, "rows are behind their prompts"
         shared = Cache(
@@ -415,7 +418,12 @@ class _Some:
         caches = Caches(tuple(map(self._put_cache, loop.caches.places, part.caches.places)))
         return _Loop(caches, *(self._put(x, 0, new) for x, new in zip(loop[1:], part[1:], strict=True)))
 
-    def _put_cache(self, cache: Cache, part: Cache) -> Cache:
+    def _put_cache(self, cache: Cache | StateCache, part: Cache | StateCache) -> Cache | StateCache:
+        if isinstance(cache, StateCache):
+            assert isinstance(part, StateCache), "both are of one place"
+            states: StateCache = jax.tree.map(lambda x, new: self._put(x, 1, new), cache, part)
+            return states
+        assert isinstance(part, Cache), "both are of one place"
         keys, values = (self._put(x, 1, new) for x, new in zip(cache[:2], part[:2], strict=True))
         return cache._replace(keys_NxBxKxLxh=keys, values_NxBxKxLxh=values)
 
@@ -456,7 +464,9 @@ def _prefilled(
     tokens_BxL = jnp.where(slots_BxL < prompt_lengths_B[:, None], tokens_BxL, program.pad_id)
     tokens_BxL = decoder.constrain(tokens_BxL, ("batch", None))
     positions_RxP = jax.lax.broadcasted_iota(jnp.int32, prompts_RxP.shape, 1)
-    empty = decoder.empty_caches(*prompts_RxP.shape)
+    num_rows, num_slots = prompts_RxP.shape
+    # Without the last token, which each row reads again.
+    empty = decoder.empty_caches(num_rows, num_slots, lengths_R - 1)
     _, caches = decoder.hidden_with_caches(prompts_RxP, positions_RxP, empty, limits_R)
     # A row reads its prompt's last token again, into its first slot, and draws the one after it.
     caches, logprobs_BxL = caches.before(prompt_lengths_B - 1, 0), jnp.zeros(tokens_BxL.shape, jnp.float32)

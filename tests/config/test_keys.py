@@ -97,6 +97,8 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "shared_experts", "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups",
         "topk_routing_group", "interleave_moe_layer_step", "chunk_attn_window_size", "nope_layer_interval",
         "temperature_tuning", "temperature_floor_scale", "temperature_attn_scale",
+        "inhomogeneous_layer_cycle_interval", "partial_rotary_factor", "gdn_num_key_heads", "gdn_num_value_heads",
+        "gdn_key_head_dim", "gdn_value_head_dim", "gdn_conv_kernel_dim",
         "adam_b1_half_life", "adam_b2_half_life", "parameter_average_half_life",
     }  # fmt: skip
 

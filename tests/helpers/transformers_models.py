@@ -35,6 +35,11 @@ LLAMA4: dict[str, Any] = {
     "attention_chunk_size": WINDOW, "no_rope_layer_interval": 2,
 }  # fmt: skip
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
+DELTA_RULE: dict[str, Any] = {
+    **EXPERTS, "head_dim": 16, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "full_attention_interval": 2,
+}  # fmt: skip
 
 # The name of a model: its type and the fields of its config.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -105,6 +110,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Llama4Text",
         LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "no_rope_layers": [1] * 4},
     ),
+    "qwen3_next": ("Qwen3Next", DELTA_RULE | {"shared_expert_intermediate_size": 48}),
+    "qwen3_next_quarters": (
+        "Qwen3Next",
+        DELTA_RULE | {"full_attention_interval": 4, "linear_num_value_heads": 2, "norm_topk_prob": False},
+    ),
+    "qwen3_5": ("Qwen3_5MoeText", DELTA_RULE | {"linear_conv_kernel_dim": 3}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True}),
     "gpt2_exact": ("GPT2", {"num_key_value_heads": 4, "activation_function": "gelu"}),
@@ -132,6 +143,8 @@ FAMILY_MODELS = (
     "gpt_oss",
     "deepseek",
     "llama4",
+    "qwen3_next",
+    "qwen3_5",
 )
 
 

@@ -30,6 +30,8 @@ FORMS_OF_LATENTS = FORMS | {
     "biases": ("q_lora_rank=16", "shared_experts=2", "routed_bias=true"),
     "positions": ("first_num_dense_layers=3", "rope_type=yarn", "rope_factor=4"),
 }
+DELTA_RULE = ("shared_experts=2", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=6",
+              "gdn_value_head_dim=8", "partial_rotary_factor=0.25")  # fmt: skip
 
 
 def keys_of(family: str, form: str) -> tuple[str, ...]:
@@ -42,6 +44,8 @@ def keys_of(family: str, form: str) -> tuple[str, ...]:
         if "interleave_moe_layer_step" in record.own_keys
         else ()
     )
+    if record.has_delta_rule:
+        own += ("inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4", *DELTA_RULE)
     if record.weighs_inputs:
         own += ("routed_score_func=sigmoid", "norm_topk_prob=false", "shared_experts=1")
     forms = FORMS_OF_GLOBAL_HEADS if record.has_global_heads else FORMS_OF_EXPERTS

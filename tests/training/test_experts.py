@@ -167,6 +167,22 @@ def test_gemma4_routes_and_balances_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
+def test_a_cycle_of_gated_delta_rules_and_attention_is_one_run_on_all_layouts(tmp_path):
+    """Also with a context axis, whose devices each run the rule over whole rows."""
+    keys = (
+        "decoder_block=qwen3_next", "inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4",
+        "shared_experts=1", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=6",
+        "gdn_value_head_dim=8", "gdn_chunk_size=7", "partial_rotary_factor=0.5", "steps=2", UNSAVED,
+    )  # fmt: skip
+    expected = run(tmp_path / "whole", "", *keys)
+    context = ("ici_expert_parallelism=1", "ici_context_parallelism=2", "remat_policy=minimal")
+    in_loop = ("scan_layers=true", "remat_policy=full")
+    for layout, others in (("experts, tensor and fsdp", in_loop), ("experts and pipeline", context)):
+        found = run(tmp_path / layout, layout, *keys, *others)
+        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
+
+
 def bias_of(run_dir: Path) -> np.ndarray:
     """Returns the routers' bias in the newest checkpoint of a run: float32[layers, experts]."""
     leaves = jax.tree.leaves_with_path(load_model(run_dir).params)

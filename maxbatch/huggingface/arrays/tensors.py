@@ -11,7 +11,7 @@ import numpy as np
 
 from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES, Family
-from maxbatch.config.matrices import LAYERS, Parameter, ParameterPath, possible_parameters
+from maxbatch.config.matrices import LAYERS, Parameter, ParameterPath, axis_sizes, possible_parameters
 from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.folder.safetensors import StoredTensor
 from maxbatch.model.parameters import parameter_path
@@ -34,6 +34,7 @@ class TensorLayout(NamedTuple):
     joined_axis: int = 0  # the tensor's axis along which they follow each other
     has_experts: bool = False  # whether the tensor holds all experts
     alternates: bool = False  # whether its parameters take turns along the joined axis
+    heads: int = 1  # each of so many heads has its own rows of every parameter, one head after another
     is_float32: bool = False  # whether it is float32 whatever the type of the others
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -65,10 +66,15 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
             inputs, outputs = row.groups
             axes = ((0,), inputs, outputs) if inputs else ((0,), outputs)
             axes = ((0,), outputs, inputs) if family.expert_outputs_first else axes
+        if row.is_convolution:  # its channels have one input each, on an axis of its own
+            outputs, width = outputs[:-1], outputs[-1:]
+            axes = (outputs, (), width)
         together = tuple(other.path for other in names if names[other] == name and other.layer == row.layer)
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
         alternates = holds_experts and bool(joined) and family.experts_alternate
-        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, alternates, row.is_float32)
+        heads = next((axis for module, axis in family.by_head.items() if name.endswith(f".{module}.weight")), None)
+        num_heads = axis_sizes(model)[heads] if heads and joined else 1
+        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, alternates, num_heads, row.is_float32)
     return found
 
 
@@ -87,10 +93,11 @@ class TensorPlace(NamedTuple):
 
     layout: TensorLayout
     shape: tuple[int, ...]  # of the parameter, in one layer and of one expert
-    first: int  # where its part begins along the layout's joined axis
+    first: int  # where its part begins along the layout's joined axis; of several heads, in the rows of each
     stacked: tuple[int, ...]  # its leading axes, of layers and of experts, if it has them
     first_layer: int = 0  # the number of the first layer that has one
     layer_step: int = 1  # layers of a cycle, of which one has one
+    head_size: int = 0  # of several heads: the rows of one, of all parameters
 
     @property
     def parts(self) -> list[tuple[int, ...]]:
@@ -114,17 +121,33 @@ class TensorPlace(NamedTuple):
 
     def rows(self, tensor: StoredTensor, first: int, last: int) -> np.ndarray:
         """Returns rows `first` to before `last` of its part of a tensor with two axes."""
+        if self.layout.heads > 1:
+            wanted = self.indices[first:last]
+            rows: np.ndarray = tensor.rows(int(wanted[0]), int(wanted[-1]) + 1)[wanted - wanted[0]]
+            return rows
         if self.layout.joined_axis == 0:
             return tensor.rows(self.first + first, self.first + last)
         return tensor.rows(first, last)[:, self._part(1)]
 
+    @property
+    def indices(self) -> np.ndarray:
+        """The indices of its part of a tensor along the joined axis."""
+        size, heads, turns = self.part_shape[self.layout.joined_axis], self.layout.heads, len(self.layout.joined)
+        found: np.ndarray = np.arange(size) * turns + self.first
+        if not self.layout.alternates:
+            of_heads: np.ndarray = np.arange(heads)[:, None] * self.head_size + np.arange(size // heads)[None]
+            found = self.first + of_heads.reshape(-1)
+        return found
+
     def cut(self, tensor: np.ndarray) -> np.ndarray:
-        """Returns a view of a tensor as the parameter of one layer and expert."""
+        """Returns a view of a tensor, or of several heads a copy, as the parameter of one layer and expert."""
         axis = self.layout.joined_axis
         return self.layout.to_parameter(tensor[(slice(None),) * axis + (self._part(axis),)], self.shape)
 
-    def _part(self, axis: int) -> slice:
+    def _part(self, axis: int) -> slice | np.ndarray:
         """Returns its part of a tensor along the joined axis."""
+        if self.layout.heads > 1:
+            return self.indices
         if self.layout.alternates:
             return slice(self.first, None, len(self.layout.joined))
         return slice(self.first, self.first + self.part_shape[axis])
@@ -140,6 +163,11 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
     layouts = layouts_of(model)
     rows = {row.path: row for row in possible_parameters(model)}
 
+    def rows_of_head(path: ParameterPath) -> int:
+        layout, row = layouts[path], rows[path]
+        size = layout.shape(row.shape(model)[row.per_expert and not layout.has_experts :])[layout.joined_axis]
+        return size // layout.heads
+
     def place(path: ParameterPath) -> TensorPlace:
         if path not in layouts:
             name = ".".join(path)
@@ -154,11 +182,12 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
         before = layout.joined[: layout.joined.index(path)] if layout.joined else ()
         first = len(before)
         if not layout.alternates:
-            first = sum(place(other).part_shape[layout.joined_axis] for other in before)
+            first = sum(map(rows_of_head, before))
         if path[0] != LAYERS:
             return TensorPlace(layout, shape, first, stacked)
         first_layer = model.first_num_dense_layers + sum(map(int, row.layer[1:]))
-        return TensorPlace(layout, shape, first, stacked, first_layer, cycle_length(model))
+        head_size = sum(map(rows_of_head, layout.joined)) if layout.heads > 1 else 0
+        return TensorPlace(layout, shape, first, stacked, first_layer, cycle_length(model), head_size)
 
     return {path: place(path) for path in shapes}
 

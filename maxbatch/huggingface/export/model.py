@@ -185,8 +185,9 @@ def _tensors(
             of_part = [array[index] for array in here]
             parts = [places[path].layout.from_parameter(part) for path, part in zip(group, of_part, strict=True)]
             joined = parts[0] if len(parts) == 1 else np.concatenate(parts, axis=place.layout.joined_axis)
-            if place.layout.alternates:
-                joined = np.stack(parts, axis=-1).reshape(joined.shape)
+            if place.layout.alternates or place.layout.heads > 1:
+                indices = np.concatenate([places[path].indices for path in group])
+                joined = np.take(joined, np.argsort(indices), axis=place.layout.joined_axis)
             own = "float32" if place.layout.is_float32 else dtype
             yield np.ascontiguousarray(joined.astype(DTYPES[DTYPE_NAMES[own]]))
 

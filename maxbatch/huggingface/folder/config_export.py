@@ -49,6 +49,8 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
         stated |= _latents(config)
     if "attention_chunk_size" in family.defaults:
         stated |= _chunks(config)
+    if family.has_delta_rule:
+        stated |= _delta_rule(config)
     if family.has_head_dim:
         stated["head_dim"] = config.qk_rope_head_dim if family.has_latents else config.head_dim
     if "query_pre_attn_scalar" in family.defaults:
@@ -157,6 +159,25 @@ def _latents(config: DecoderConfig) -> Json:
         "rope_interleave": True,
         "attention_bias": False,
         "num_nextn_predict_layers": 0,
+    }
+
+
+def _delta_rule(config: DecoderConfig) -> Json:
+    """Returns the fields of a family whose layers have a gated delta rule, and every n-th one attention."""
+    every = config.inhomogeneous_layer_cycle_interval
+    return {
+        "layer_types": [
+            "linear_attention" if (layer + 1) % every else "full_attention"
+            for layer in range(config.base_num_decoder_layers)
+        ],
+        "full_attention_interval": every,
+        "shared_expert_intermediate_size": config.shared_experts * moe_mlp_dim(config),
+        "linear_conv_kernel_dim": config.gdn_conv_kernel_dim,
+        "linear_key_head_dim": config.gdn_key_head_dim,
+        "linear_value_head_dim": config.gdn_value_head_dim,
+        "linear_num_key_heads": config.gdn_num_key_heads,
+        "linear_num_value_heads": config.gdn_num_value_heads,
+        "partial_rotary_factor": config.partial_rotary_factor,
     }
 
 

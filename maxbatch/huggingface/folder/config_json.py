@@ -29,6 +29,7 @@ _GATED, _PLAIN = ("silu", "gelu", "gelu_exact"), ("gelu", "gelu_exact")
 _BIASES = ("attention_bias", "mlp_bias")
 _CHUNK = "attention_chunk_size"  # a field of Llama 4's form
 _LAYER_TYPES = {"sliding_attention": LOCAL, "full_attention": GLOBAL}
+_DELTA_RULE = "linear_attention"  # of layer_types
 # Fields of which only these values are supported; a file may lack them.
 _ONLY: dict[str, tuple[object, ...]] = {
     "use_bidirectional_attention": (False, None),
@@ -153,6 +154,8 @@ def _family(stated: Json, where: str) -> Family:
             "with the weights in bfloat16"
         )
     for field, allowed in _ONLY.items():
+        if field == "partial_rotary_factor" and field in family.own_keys:
+            continue
         if field in stated and stated[field] not in allowed:
             raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
     if biases := [field for field in _BIASES if stated.get(field) and field not in family.bias_fields]:
@@ -197,6 +200,7 @@ class _Fields:
             **(self._experts() if self._has_experts else {}),
             **(self._global_heads(layers) if family.has_global_heads else {}),
             **(self._latents() if family.has_latents else {}),
+            **(self._delta_rule(layers) if family.has_delta_rule else {}),
             **self._windows(layers),
             **(self._chunks(layers) if _CHUNK in family.defaults else {}),
             **(self._rope() if family.has_rope else {"trainable_position_size": self._positions()}),
@@ -309,6 +313,30 @@ class _Fields:
             raise ConfigError(f"{self._where}: {field} is not supported: it must name every n-th layer")
         return every
 
+    def _delta_rule(self, num_layers: int) -> dict[str, object]:
+        """Returns the keys of a family whose layers have a gated delta rule, and every n-th one attention."""
+        stated, width = self._stated, self._stated["moe_intermediate_size"]
+        every = stated.get("full_attention_interval") or 4
+        types = ["full_attention" if (layer + 1) % every == 0 else _DELTA_RULE for layer in range(num_layers)]
+        if found := stated.get("layer_types"):
+            types, every = found, found.index("full_attention") + 1 if "full_attention" in found else num_layers + 1
+        if types != ["full_attention" if (layer + 1) % every == 0 else _DELTA_RULE for layer in range(num_layers)]:
+            raise ConfigError(f"{self._where}: layer_types: must have full_attention in every n-th layer and "
+                              f"{_DELTA_RULE} in the others")  # fmt: skip
+        shared = stated["shared_expert_intermediate_size"] or 0
+        if shared % width:
+            raise ConfigError(f"{self._where}: shared_expert_intermediate_size={shared} is not supported: must be a "
+                              f"multiple of moe_intermediate_size={width}")  # fmt: skip
+        return {
+            "inhomogeneous_layer_cycle_interval": every,
+            "shared_experts": shared // width,
+            "gdn_conv_kernel_dim": stated["linear_conv_kernel_dim"],
+            "gdn_key_head_dim": stated["linear_key_head_dim"],
+            "gdn_value_head_dim": stated["linear_value_head_dim"],
+            "gdn_num_key_heads": stated["linear_num_key_heads"],
+            "gdn_num_value_heads": stated["linear_num_value_heads"],
+        }
+
     def _positions(self) -> int:
         positions: int = self._stated.get("max_position_embeddings") or 1024
         return positions
@@ -326,7 +354,7 @@ class _Fields:
         window = self._stated.get("sliding_window")
         if "use_sliding_window" in self._stated and not self._stated["use_sliding_window"]:
             window = None
-        types = self._layer_types(num_layers) if window else [GLOBAL]
+        types = self._layer_types(num_layers) if window and not self._family.has_delta_rule else [GLOBAL]
         if LOCAL not in types:
             return {"attention_type": GLOBAL, "sliding_window_size": 0}
         return {"attention_type": ",".join(_shortest_cycle(types)), "sliding_window_size": window}
@@ -381,11 +409,15 @@ class _Fields:
         if kind not in ROPE_TYPES:
             works = ", ".join(ROPE_TYPES)
             raise ConfigError(f"{self._where}: rope_type={shown(str(kind))} is not supported; works: one of {works}")
-        fixed = {"partial_rotary_factor": 1} | ({} if self._family.has_latents else {"mscale": None})
+        turns_part = "partial_rotary_factor" in self._family.own_keys
+        fixed: dict[str, object] = {} if turns_part else {"partial_rotary_factor": 1}
+        fixed |= {} if self._family.has_latents else {"mscale": None}
         for field, only in fixed.items():
             if rope.get(field, only) not in (only, None):
                 raise ConfigError(f"{self._where}: {field}={shown(str(rope[field]))} is not supported")
         keys = {"rope_max_timescale": rope["rope_theta"], "rope_type": ROPE_TYPES[kind]}
+        if turns_part:
+            keys["partial_rotary_factor"] = rope.get("partial_rotary_factor", stated["partial_rotary_factor"])
         if self._family.local_every and local_base:
             keys["local_rope_max_timescale"] = local_base
         originals = (rope.get("original_max_position_embeddings"), stated.get("original_max_position_embeddings"))

@@ -19,7 +19,8 @@ _WHOLE = {
             "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "num_experts",
             "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group", "q_lora_rank",
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp",
-            "attention_chunk_size", "floor_scale",
+            "attention_chunk_size", "floor_scale", "shared_expert_intermediate_size", "linear_conv_kernel_dim",
+            "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
             "global_head_dim", "num_global_key_value_heads",
         ),
         _MOST,
@@ -28,13 +29,14 @@ _WHOLE = {
         (
             "num_hidden_layers", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
             "first_k_dense_replace", "num_nextn_predict_layers", "interleave_moe_layer_step", "no_rope_layer_interval",
+            "full_attention_interval",
         ),
         _MOST_LAYERS,
     ),
 }  # fmt: skip
 _REAL = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
-    "rope_local_base_freq", "routed_scaling_factor", "attn_scale",
+    "rope_local_base_freq", "routed_scaling_factor", "attn_scale", "partial_rotary_factor",
 )  # fmt: skip
 _TEXT = ("model_type", "hidden_act")
 _NUMBERS = ("moe_layers", "no_rope_layers")

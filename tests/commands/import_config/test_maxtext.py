@@ -386,6 +386,28 @@ def test_gemma4_is_that_of_maxtext(tmp_path: Path) -> None:
         assert imported("maxtext", tmp_path / "o.yml", text)[1][word.partition(":")[0]].is_essential
 
 
+DELTA_RULE = """decoder_block: qwen3_5
+base_num_decoder_layers: 8
+num_experts: 8
+shared_experts: 1
+inhomogeneous_layer_cycle_interval: 4
+gdn_num_value_heads: 64
+partial_rotary_factor: 0.25
+use_mrope: true
+mrope_section: [11, 11, 10]
+"""
+
+
+def test_layers_of_a_gated_delta_rule_are_those_of_maxtext(tmp_path: Path) -> None:
+    config, fates = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}{DELTA_RULE}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.decoder_block, config.inhomogeneous_layer_cycle_interval) == ("qwen3_5", 4)
+    assert config.use_qk_norm and config.norm_topk_prob
+    assert (config.gdn_num_key_heads, config.gdn_num_value_heads, config.partial_rotary_factor) == (16, 64, 0.25)
+    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{DELTA_RULE}use_qk_norm_in_gdn: false\n")
+    assert fates["use_qk_norm_in_gdn"].is_essential
+
+
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"base_config=gone.yml: is not beside"):
         imported("maxtext", tmp_path / "m.yml", "base_config: gone.yml\n")
