@@ -115,7 +115,6 @@ def _delta_rule_keys(config: Config) -> dict[str, object]:
     shared = min(2, config.gdn_num_value_heads // config.gdn_num_key_heads)
     return {
         "gdn_num_key_heads": _HEADS, "gdn_num_value_heads": shared * _HEADS, "gdn_key_head_dim": _HEAD,
-        "gdn_value_head_dim": _HEAD, "gdn_chunk_size": min(config.gdn_chunk_size, _LENGTH // 4),
         "partial_rotary_factor": max(2, 2 * round(_HEAD * config.partial_rotary_factor / 2)) / _HEAD,
     }  # fmt: skip
 

@@ -13,6 +13,9 @@ from typing import Any, Literal
 Json = dict[str, Any]
 
 LOCAL, GLOBAL = "local_sliding", "global"
+# Facts of some families that no config key states, since all published models have these values.
+GROWTH_TOKENS, GROWTH_FACTOR = 8192, 0.1  # Llama 4's `floor_scale` and `attn_scale`, in `maxbatch.model.scores`
+CONVOLUTION_TOKENS = 4  # Qwen3-Next's `linear_conv_kernel_dim`, in `maxbatch.model.delta_rule`
 
 
 def is_local_layer(attention_type: str, num_layers: int) -> tuple[bool, ...]:
@@ -74,6 +77,7 @@ class Family:
     own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
     # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
+    fixed: Json = dataclasses.field(default_factory=dict)  # fields of which it has these values alone
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of activations that mean others
     bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
@@ -153,8 +157,7 @@ _GEMMA4 = Family(
     norms_after="both", scales_embedding=True, has_experts=True, has_cycle=True, always_normalises=True,
     has_experts_beside_mlp=True, has_global_heads=True, has_value_norm=True, has_layer_scale=True,
     own_keys=(
-        "global_head_dim", "global_num_kv_heads", "share_kv_projections", "v_norm_with_scale",
-        "global_rope_proportion", "local_rope_proportion",
+        "global_head_dim", "global_num_kv_heads", "share_kv_projections", "partial_rotary_factor",
     ),
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
@@ -312,14 +315,15 @@ _LLAMA4 = Family(
     has_experts=True, has_cycle=True, qk_norm_over="rotated", rotates_neighbours=True, weighs_inputs=True,
     own_keys=(
         "interleave_moe_layer_step", "nope_layer_interval", "chunk_attn_window_size", "temperature_tuning",
-        "temperature_floor_scale", "temperature_attn_scale", "shared_experts", "routed_score_func",
+        "shared_experts", "routed_score_func",
     ),
     defaults={
         "num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "num_experts": 16,
         "num_experts_per_tok": 1, "intermediate_size": 8192, "intermediate_size_mlp": 16384,
         "interleave_moe_layer_step": 1, "no_rope_layer_interval": 4, "attention_chunk_size": 8192,
-        "attn_temperature_tuning": True, "floor_scale": 8192, "attn_scale": 0.1, "use_qk_norm": True,
+        "attn_temperature_tuning": True, "use_qk_norm": True,
     },
+    fixed={"floor_scale": GROWTH_TOKENS, "attn_scale": GROWTH_FACTOR},
     fields={"num_experts": "num_local_experts"}, bias_fields=("attention_bias",),
     modules={
         **_MODULES, "experts.router": "feed_forward.router",
@@ -344,15 +348,16 @@ _QWEN3_NEXT = Family(
     norm_adds_one=True, has_experts=True, has_cycle=True, has_delta_rule=True, has_query_gate=True,
     has_shared_gate=True,
     own_keys=(
-        "inhomogeneous_layer_cycle_interval", "gdn_conv_kernel_dim", "gdn_key_head_dim", "gdn_value_head_dim",
-        "gdn_num_key_heads", "gdn_num_value_heads", "gdn_chunk_size", "partial_rotary_factor", "shared_experts",
+        "inhomogeneous_layer_cycle_interval", "gdn_num_key_heads", "gdn_num_value_heads", "gdn_key_head_dim",
+        "partial_rotary_factor", "shared_experts",
     ),
     defaults={
         "intermediate_size": 5632, "num_key_value_heads": 2, "head_dim": 256, "num_experts": 512,
         "num_experts_per_tok": 10, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
-        "norm_topk_prob": True, "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-        "linear_num_key_heads": 16, "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
+        "norm_topk_prob": True, "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_num_key_heads": 16,
+        "linear_num_value_heads": 32, "partial_rotary_factor": 0.25,
     },
+    fixed={"linear_conv_kernel_dim": CONVOLUTION_TOKENS},
     bias_fields=("attention_bias",), has_qk_norm=True,
     modules={
         **_MODULES, **_EXPERTS, "attention.query_gate": "self_attn.q_proj",

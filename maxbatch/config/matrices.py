@@ -13,7 +13,7 @@ from functools import cache
 from typing import Literal
 
 from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, possible_forms
-from maxbatch.config.families import FAMILIES
+from maxbatch.config.families import CONVOLUTION_TOKENS, FAMILIES
 from maxbatch.config.sections import ModelConfig
 
 Axes = tuple[str, ...]
@@ -112,9 +112,9 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "qk_dim": model.qk_nope_head_dim + model.qk_rope_head_dim,
         "key_and_value": model.qk_nope_head_dim + model.v_head_dim, "v_dim": model.v_head_dim,
         "delta_key_heads": model.gdn_num_key_heads, "delta_heads": model.gdn_num_value_heads,
-        "delta_key_dim": model.gdn_key_head_dim, "delta_value_dim": model.gdn_value_head_dim,
-        "delta_norm": model.gdn_value_head_dim, "decay_heads": model.gdn_num_value_heads,
-        "convolution": model.gdn_conv_kernel_dim, "shared_gate": 1,
+        "delta_key_dim": model.gdn_key_head_dim, "delta_value_dim": model.gdn_key_head_dim,
+        "delta_norm": model.gdn_key_head_dim, "decay_heads": model.gdn_num_value_heads,
+        "convolution": CONVOLUTION_TOKENS, "shared_gate": 1,
     }  # fmt: skip
 
 
@@ -212,7 +212,6 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
             Parameter(f"{attention}.query_norm.scale", normalised(heads), has=has_scaled_norm),
             Parameter(f"{attention}.key_norm.scale", normalised(kv_heads), has=has_scaled_norm),
-            Parameter(f"{attention}.value_norm.scale", kv_heads[1:], has=lambda m: m.v_norm_with_scale),
         )
 
     def latent_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:

@@ -364,9 +364,9 @@ def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., Co
         width, together = config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim), 1
     if config.base_num_query_heads * width > _MOST_INT8_TERMS:
         raise fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
-    values, together = config.gdn_value_head_dim, config.gdn_num_key_heads
-    if config.gdn_num_value_heads * values > _MOST_INT8_TERMS:
-        raise fault("gdn_num_value_heads", rule, _MOST_INT8_TERMS // (values * together) * together)
+    width, together = config.gdn_key_head_dim, config.gdn_num_key_heads
+    if config.gdn_num_value_heads * width > _MOST_INT8_TERMS:
+        raise fault("gdn_num_value_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
 
 
 def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:

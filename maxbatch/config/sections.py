@@ -266,7 +266,6 @@ class ModelConfig(Section, changes="the model's computation"):
     global_num_kv_heads: int = key(0, "gemma4: key and value heads of global layers; 0: base_num_kv_heads", MODEL,
         FROM_ZERO, "heads")
     share_kv_projections: bool = key(False, "gemma4: true: one product gives keys and values of a global layer", MODEL)
-    v_norm_with_scale: bool = key(False, "gemma4: true: the norm of values has a scale", MODEL)
     attention_output_dim: int = key(-1, "qwen3_custom_moe: width of attention's output, which its experts take and "
         "return, in place of base_emb_dim", MODEL, COUNT_OR_OFF)
     base_mlp_dim: int = key(384, "F: hidden width of the gated MLP", MODEL, COUNT)
@@ -294,11 +293,7 @@ class ModelConfig(Section, changes="the model's computation"):
     nope_layer_interval: int = key(-1,
         "llama4: layers from one without RoPE and chunks to the next; -1: all have RoPE", MODEL, COUNT_OR_OFF, "layers")
     temperature_tuning: bool = key(False, "llama4: true: scores of layers without RoPE are multiplied by 1 + "
-        "temperature_attn_scale ln(1 + floor(tokens so far / temperature_floor_scale))", MODEL)
-    temperature_floor_scale: int = key(8192,
-        "llama4: tokens of a document between two steps of temperature_tuning", MODEL, COUNT, "tokens", maxtext=OURS)
-    temperature_attn_scale: float = key(0.1,
-        "llama4: factor of the logarithm of temperature_tuning", MODEL, POSITIVE, maxtext=OURS)
+        "0.1 ln(1 + floor(tokens of the document so far / 8192))", MODEL)
     attn_logits_soft_cap: float = key(0, "c > 0: scores s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     final_logits_soft_cap: float = key(0, "c > 0: logits s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     query_pre_attn_scalar: float | None = key(None,
@@ -308,8 +303,8 @@ class ModelConfig(Section, changes="the model's computation"):
     rope_max_timescale: float = key(10000, "RoPE base (Su et al. 2021)", MODEL, POSITIVE)
     local_rope_max_timescale: float = key(-1, "RoPE base of local_sliding layers, without rope_type; -1: "
         "rope_max_timescale, with rope_type as in the other layers", MODEL, Bounds(above=0, also=-1))
-    global_rope_proportion: float = key(0.25, "gemma4: share of a head's pairs that global layers rotate", MODEL, SOME)
-    local_rope_proportion: float = key(1.0, "gemma4: share of a head's pairs that local layers rotate", MODEL, SOME)
+    partial_rotary_factor: float = key(1.0, "share that RoPE turns: of a head, from its start (qwen3_next, qwen3_5); "
+        "of the pairs of a global layer's head (gemma4)", MODEL, SOME)
     rope_type: Literal["default", "linear", "llama3.1", "yarn", "longrope"] = key("default",
         "default | linear | llama3.1 | yarn | longrope: how RoPE extends to longer texts", MODEL)
     rope_factor: float = key(1, "stretches wavelengths; >= 1", MODEL, COUNT)
@@ -358,15 +353,10 @@ class ModelConfig(Section, changes="the model's computation"):
     inhomogeneous_layer_cycle_interval: int = key(1,
         "qwen3_next, qwen3_5: layers from one with attention to the next; those between have the gated delta rule",
         MODEL, COUNT, "layers")
-    partial_rotary_factor: float = key(1.0,
-        "qwen3_next, qwen3_5: share of a head that rotary embeddings turn, from its start", MODEL, SOME)
-    gdn_num_key_heads: int = key(16, "heads of queries and keys of the gated delta rule", MODEL, COUNT, "heads")
+    gdn_num_key_heads: int = key(16, "gated delta rule: heads of queries and keys", MODEL, COUNT, "heads")
     gdn_num_value_heads: int = key(32,
-        "heads of its values and states; a multiple of gdn_num_key_heads", MODEL, COUNT, "heads")
-    gdn_key_head_dim: int = key(128, "width of its queries and keys", MODEL, COUNT)
-    gdn_value_head_dim: int = key(128, "width of its values", MODEL, COUNT)
-    gdn_conv_kernel_dim: int = key(4, "tokens that the convolution before it sums over", MODEL, FROM_TWO, "tokens")
-    gdn_chunk_size: int = key(64, "most tokens whose writes to the state are solved together", PROGRAM, COUNT, "tokens")
+        "gated delta rule: heads of values and states; a multiple of gdn_num_key_heads", MODEL, COUNT, "heads")
+    gdn_key_head_dim: int = key(128, "gated delta rule: width of queries, keys and values", MODEL, COUNT)
     routed_score_func: Literal["softmax", "sigmoid"] = key("softmax",
         "softmax | sigmoid (deepseek, llama4): a router's scores of experts", MODEL)
     routed_scaling_factor: float = key(1.0, "deepseek: multiplies the weights of a token's experts", MODEL, POSITIVE)

@@ -22,7 +22,7 @@ from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
-from maxbatch.model.scores import PLAIN, Growth, ScoreRules, soft_capped
+from maxbatch.model.scores import PLAIN, ScoreRules, growth_at, soft_capped
 from maxbatch.model.segments import chunks_of_segments, places_in_segments
 from maxbatch.model.splash import splash_attend
 from maxbatch.parallel.remat import kept
@@ -221,17 +221,14 @@ class Attention(nnx.Module):
         add_parameters(self, config, name, rngs=rngs)
         family = FAMILIES[config.decoder_block]
         self.query_norm, self.key_norm = (norm_of(config, f"{name}.{part}_norm") for part in ("query", "key"))
-        self.value_norm = norm_of(config, f"{name}.value_norm")
-        if family.has_value_norm and not config.v_norm_with_scale:
-            self.value_norm = partial(of_unit_size, epsilon=config.normalization_layer_epsilon)
+        self.epsilon = config.normalization_layer_epsilon
+        self.value_norm = partial(of_unit_size, epsilon=self.epsilon) if family.has_value_norm else unchanged
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
         chunk = config.chunk_attn_window_size
         window = chunk or config.sliding_window_size
         self.scores = ScoreRules(scale, config.attn_logits_soft_cap, window, has_chunks=chunk > 0)
         self.rotates_neighbours = family.rotates_neighbours
         self.norms_rotated = config.use_qk_norm and family.qk_norm_over == "rotated"
-        self.epsilon = config.normalization_layer_epsilon
-        self.growth = Growth(config.temperature_floor_scale, config.temperature_attn_scale)
         self.grows = config.temperature_tuning
         self.constrain, self.quantization = constrain, config.quantization
         self.implementation = implementation_on(config, constrain)
@@ -322,7 +319,7 @@ class Attention(nnx.Module):
         values_MxLxKxh = heads("value", self.value_norm) if hasattr(self, "value") else keys_MxLxKxh
         q_MxLxHxh = rotated("query", heads("query", self.query_norm), self.query_norm, factor)
         if self.grows and rope is None:
-            q_MxLxHxh = (self.growth.at(places())[:, :, None, None] * q_MxLxHxh).astype(x_MxLxD.dtype)
+            q_MxLxHxh = (growth_at(places())[:, :, None, None] * q_MxLxHxh).astype(x_MxLxD.dtype)
         k_MxLxKxh = rotated("key", keys_MxLxKxh, self.key_norm)
         if self.value_norm is unchanged:
             return q_MxLxHxh, k_MxLxKxh, kept(values_MxLxKxh, MATRICES["value"].kept)

@@ -18,7 +18,7 @@ from flax import nnx
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import MATRICES
 from maxbatch.model.cache import Cache, StateCache
-from maxbatch.model.delta_rule import causal_convolution, gated_delta_rule
+from maxbatch.model.delta_rule import CHUNK_TOKENS, causal_convolution, gated_delta_rule
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
@@ -57,7 +57,7 @@ class GatedDeltaNet(nnx.Module):
     def __init__(self, config: DecoderConfig, name: str, *, rngs: nnx.Rngs, constrain: Constrain):
         add_parameters(self, config, name, rngs=rngs)
         self.delta_norm = norm_of(config, f"{name}.delta_norm", adds_one=False)
-        self.chunk_size, self.constrain, self.quantization = config.gdn_chunk_size, constrain, config.quantization
+        self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(
         self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False
@@ -69,7 +69,7 @@ class GatedDeltaNet(nnx.Module):
             jax.nn.silu(causal_convolution(x, kernel, segments_MxL))
             for x, kernel in zip(own[:3], self._kernels, strict=True)
         )
-        read_MxLxHxv, _ = gated_delta_rule(q, k, v, own.log_decay_MxLxH, own.rate_MxLxH, segments_MxL, self.chunk_size)
+        read_MxLxHxv, _ = gated_delta_rule(q, k, v, own.log_decay_MxLxH, own.rate_MxLxH, segments_MxL, CHUNK_TOKENS)
         joined_MxLxD = self._joined(read_MxLxHxv, own.gate_MxLxHxv)
         return kept(features_last(joined_MxLxD, self.constrain), MATRICES["delta_out"].kept)
 
@@ -99,7 +99,7 @@ class GatedDeltaNet(nnx.Module):
             for x, kernel, last in zip(own[:3], self._kernels, before.inputs, strict=True)
         )
         read_BxTxHxv, state_BxHxkxv = gated_delta_rule(
-            q, k, v, log_decay_BxTxH, rate_BxTxH, ones_BxT, self.chunk_size, before.states_NxBxHxkxv
+            q, k, v, log_decay_BxTxH, rate_BxTxH, ones_BxT, CHUNK_TOKENS, before.states_NxBxHxkxv
         )
         cache = cache.write(layer, positions_BxT, state_BxHxkxv, own[:3])
         return self._joined(read_BxTxHxv, own.gate_MxLxHxv), cache

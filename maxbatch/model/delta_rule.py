@@ -23,6 +23,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+# The tokens of a chunk in transformers, and by default in MaxText. Their number changes the order of sums alone.
+CHUNK_TOKENS = 64
 _EPSILON = 1e-6  # under the root of a query's or key's length
 
 

@@ -36,6 +36,6 @@ def model_flops_per_token(config: DecoderConfig) -> int:
         twice_seen = seen if chunk else 2 * seen - seen * seen // length
         attended += twice_seen * sum(attention_widths(config, is_local))
     matrices = sum(row.active_size(config) for row in multiplying)
-    state = config.gdn_num_value_heads * config.gdn_key_head_dim * config.gdn_value_head_dim
+    state = config.gdn_num_value_heads * config.gdn_key_head_dim**2
     of_states = 24 * state * sum(form.has_delta_rule for form in forms)
     return 6 * matrices + of_states + 3 * attended * config.base_num_query_heads

@@ -51,18 +51,17 @@ class RopeKeys:
     rope_short_factors: str
     rope_long_factors: str
     global_head_dim: int
-    global_rope_proportion: float
-    local_rope_proportion: float
+    partial_rotary_factor: float  # share of a global head's pairs that are rotated
 
     @classmethod
     def from_config(cls, config: ModelConfig) -> RopeKeys:
-        """Returns the keys of a config; the head is the part of it that is rotated."""
+        """Returns the keys of a config; without global heads the head is the part of it that is rotated."""
         keys = cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
-        if not FAMILIES[config.decoder_block].has_global_heads:
-            keys = dataclasses.replace(keys, global_rope_proportion=1.0, local_rope_proportion=1.0)
-        if FAMILIES[config.decoder_block].has_latents:
-            return dataclasses.replace(keys, head_dim=config.qk_rope_head_dim)
-        return dataclasses.replace(keys, head_dim=int(config.head_dim * config.partial_rotary_factor))
+        family = FAMILIES[config.decoder_block]
+        if family.has_global_heads:
+            return keys
+        head_dim = config.qk_rope_head_dim if family.has_latents else int(config.head_dim * keys.partial_rotary_factor)
+        return dataclasses.replace(keys, head_dim=head_dim, partial_rotary_factor=1.0)
 
 
 class Ropes:
@@ -86,7 +85,7 @@ class Ropes:
         base = keys.local_rope_max_timescale
         if base > 0 or keys.global_head_dim:
             base = base if base > 0 else keys.rope_max_timescale
-            self._local = _tables(length, _frequencies(keys.head_dim, base, keys.local_rope_proportion))
+            self._local = _tables(length, _frequencies(keys.head_dim, base))
 
     def of(
         self, is_local: jax.Array | bool, lengths: Callable[[], jax.Array], positions_MxL: jax.Array | None = None
@@ -173,7 +172,7 @@ def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float
       is_long: whether the frequencies are for long documents, which LongRoPE treats differently.
     """
     head_dim = keys.global_head_dim or keys.head_dim
-    frequencies = _frequencies(head_dim, keys.rope_max_timescale, keys.global_rope_proportion)
+    frequencies = _frequencies(head_dim, keys.rope_max_timescale, keys.partial_rotary_factor)
     factor = keys.rope_factor
     if keys.rope_type == "linear":
         return frequencies / factor, 1.0

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from maxbatch.config.families import GROWTH_FACTOR, GROWTH_TOKENS
 from maxbatch.plan.program import Kernel
 
 
@@ -32,19 +33,13 @@ class ScoreRules(NamedTuple):
         return near if isinstance(self.is_local, bool) else near | ~self.is_local
 
 
-class Growth(NamedTuple):
-    """The growth of scores with a token's place in its document, in layers without RoPE.
+def growth_at(places_MxL: jax.Array) -> jax.Array:
+    """Returns the factors of scores in layers without RoPE, float32[M, L], from tokens' places in their documents.
 
     Reference: Nakanishi 2025 (https://arxiv.org/abs/2501.19399), as Llama 4 has it.
     """
-
-    floor_scale: int  # tokens of a step
-    attn_scale: float
-
-    def at(self, places_MxL: jax.Array) -> jax.Array:
-        """Returns what multiplies the scores of tokens at these places, float32[M, L]."""
-        steps = jnp.floor((places_MxL.astype(jnp.float32) + 1.0) / self.floor_scale)
-        return jnp.log1p(steps) * self.attn_scale + 1.0
+    steps = jnp.floor((places_MxL.astype(jnp.float32) + 1.0) / GROWTH_TOKENS)
+    return jnp.log1p(steps) * GROWTH_FACTOR + 1.0
 
 
 PLAIN = ScoreRules()

@@ -86,7 +86,7 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "normalization_layer_epsilon", "weight_dtype", "init_weights_seed", "opt_type",
         # A checkpoint of before them has their defaults.
         "decoder_block", "attention_output_dim", "global_head_dim", "global_num_kv_heads", "share_kv_projections",
-        "v_norm_with_scale", "global_rope_proportion", "local_rope_proportion", "mlp_activations",
+        "mlp_activations",
         "attention_bias", "use_qk_norm", "attention_type", "sliding_window_size", "attn_logits_soft_cap",
         "final_logits_soft_cap", "query_pre_attn_scalar", "trainable_position_size",
         "local_rope_max_timescale", "rope_type", "rope_factor", "rope_low_freq_factor", "rope_high_freq_factor",
@@ -96,9 +96,8 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale",
         "shared_experts", "first_num_dense_layers", "routed_score_func", "routed_scaling_factor", "n_routing_groups",
         "topk_routing_group", "interleave_moe_layer_step", "chunk_attn_window_size", "nope_layer_interval",
-        "temperature_tuning", "temperature_floor_scale", "temperature_attn_scale",
+        "temperature_tuning", "gdn_key_head_dim",
         "inhomogeneous_layer_cycle_interval", "partial_rotary_factor", "gdn_num_key_heads", "gdn_num_value_heads",
-        "gdn_key_head_dim", "gdn_value_head_dim", "gdn_conv_kernel_dim",
         "adam_b1_half_life", "adam_b2_half_life", "parameter_average_half_life",
     }  # fmt: skip
 

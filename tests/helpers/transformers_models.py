@@ -37,7 +37,7 @@ LLAMA4: dict[str, Any] = {
 EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 DELTA_RULE: dict[str, Any] = {
     **EXPERTS, "head_dim": 16, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24,
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 10,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 6, "linear_value_head_dim": 6,
     "full_attention_interval": 2,
 }  # fmt: skip
 
@@ -115,7 +115,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Qwen3Next",
         DELTA_RULE | {"full_attention_interval": 4, "linear_num_value_heads": 2, "norm_topk_prob": False},
     ),
-    "qwen3_5": ("Qwen3_5MoeText", DELTA_RULE | {"linear_conv_kernel_dim": 3}),
+    "qwen3_5": ("Qwen3_5MoeText", DELTA_RULE),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True}),
     "gpt2_exact": ("GPT2", {"num_key_value_heads": 4, "activation_function": "gelu"}),

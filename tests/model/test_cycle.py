@@ -10,6 +10,7 @@ from flax import nnx
 from maxbatch.config.cycle import LayerForm, cycle_of, local_layers
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import num_sparse_layers, num_stacked
+from maxbatch.model import scores
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.segments import chunks_of_segments
@@ -21,7 +22,7 @@ LENGTH, FIRST = 24, 9  # tokens of a row, and of its first document
 LLAMA4 = (
     "decoder_block=llama4", "num_experts=4", "shared_experts=1", "routed_score_func=sigmoid", "use_qk_norm=true",
     "interleave_moe_layer_step=2", "nope_layer_interval=4", "chunk_attn_window_size=7", "temperature_tuning=true",
-    "temperature_floor_scale=5", "base_num_decoder_layers=4", f"max_target_length={LENGTH}",
+    "base_num_decoder_layers=4", f"max_target_length={LENGTH}",
 )  # fmt: skip
 ENVY = ("decoder_block=envy", "num_experts=4", "norm_topk_prob=true", "interleave_moe_layer_step=2")
 
@@ -50,8 +51,11 @@ def test_the_flops_of_chunks_are_those_of_half_a_chunk_per_token() -> None:
 
 @pytest.mark.runs
 @pytest.mark.parametrize("scan", ["scan_layers=true", "scan_layers=false"])
-def test_chunks_layers_without_rope_and_growing_scores_are_those_of_each_document_alone(scan: str) -> None:
+def test_chunks_layers_without_rope_and_growing_scores_are_those_of_each_document_alone(
+    monkeypatch: pytest.MonkeyPatch, scan: str
+) -> None:
     """In a packed row, and token by token with the cache."""
+    monkeypatch.setattr(scores, "GROWTH_TOKENS", 5)
     decoder = Decoder(tiny_config(*LLAMA4, scan).decoder, rngs=nnx.Rngs(0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 260, (2, LENGTH)), jnp.int32)
     hidden = nnx.jit(lambda decoder, tokens, segments: decoder.hidden(tokens, segments).x_MxLxD)

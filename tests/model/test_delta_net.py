@@ -13,6 +13,7 @@ from flax import nnx
 
 from maxbatch import ConfigError
 from maxbatch.config.matrices import active_model_size, model_size, parameters
+from maxbatch.model import delta_net
 from maxbatch.model.cache import StateCache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.flops import model_flops_per_token
@@ -23,7 +24,7 @@ TINY = (
     "decoder_block=qwen3_next", "base_emb_dim=32", "base_num_query_heads=4", "base_num_kv_heads=2", "head_dim=16",
     "base_num_decoder_layers=2", "inhomogeneous_layer_cycle_interval=2", "num_experts=4", "num_experts_per_tok=2",
     "base_mlp_dim=24", "shared_experts=1", "norm_topk_prob=true", "use_qk_norm=true", "partial_rotary_factor=0.25",
-    "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=6", "gdn_value_head_dim=8", "gdn_chunk_size=4",
+    "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8",
     f"max_target_length={LENGTH}",
 )  # fmt: skip
 PUBLISHED = (
@@ -34,7 +35,8 @@ PUBLISHED = (
 
 
 @pytest.mark.runs
-def test_states_of_prompts_end_with_them_and_give_what_the_whole_row_gives() -> None:
+def test_states_of_prompts_end_with_them_and_give_what_the_whole_row_gives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 4)
     decoder = Decoder(config_of(*TINY, "scan_layers=true").decoder, rngs=nnx.Rngs(params=0))
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 260, (ROWS, LENGTH)), jnp.int32)
     # Prompts of other lengths, whose rows behind them go on from their last token.
@@ -57,7 +59,7 @@ def test_states_of_prompts_end_with_them_and_give_what_the_whole_row_gives() -> 
         return decoder.hidden(tokens, jnp.ones_like(tokens)).x_MxLxD, found
 
     states, _ = decoder.empty_caches(ROWS, LENGTH).places
-    assert isinstance(states, StateCache) and states.states_NxBxHxkxv.shape == (1, ROWS, 4, 6, 8)
+    assert isinstance(states, StateCache) and states.states_NxBxHxkxv.shape == (1, ROWS, 4, 8, 8)
     whole, found = both(params)
     for step, hidden in enumerate(found):
         expected = np.asarray(whole)[np.arange(ROWS), lengths - 1 + step]

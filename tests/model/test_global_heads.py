@@ -18,7 +18,7 @@ LENGTH = 32
 FORM = (
     "decoder_block=gemma4", "base_num_decoder_layers=4", "attention_type=local_sliding,global", "sliding_window_size=8",
     "global_head_dim=16", "global_num_kv_heads=1", "share_kv_projections=true", "use_qk_norm=true",
-    "query_pre_attn_scalar=1", "mlp_activations=gelu,linear",
+    "query_pre_attn_scalar=1", "partial_rotary_factor=0.25", "mlp_activations=gelu,linear",
 )  # fmt: skip
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16", "norm_topk_prob=true")
 HUGGING_FACE = {
@@ -110,7 +110,7 @@ def test_heads_of_global_layers_are_read_where_layers_state_them() -> None:
     assert (found["global_head_dim"], found["global_num_kv_heads"]) == ("12", "1")
 
 
-@pytest.mark.parametrize("key", ["v_norm_with_scale=true", "local_rope_proportion=0.5", "query_pre_attn_scalar=8"])
+@pytest.mark.parametrize("key", ["query_pre_attn_scalar=8"])
 def test_keys_that_transformers_lack_are_not_exported(key: str) -> None:
     with pytest.raises(ConfigError, match=f"{key.partition('=')[0]}=.*Hugging Face's gemma4_text cannot express it"):
         config_json(tiny_config(*FORM, key).decoder, "float32", {})

@@ -23,7 +23,7 @@ EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "bas
 FORMS_OF_EXPERTS = FORMS | {"positions": ("use_qk_norm=true", "trainable_position_size=512")}
 FORMS_OF_GLOBAL_HEADS = FORMS | {
     "plain": ("attention_type=local_sliding,global", "sliding_window_size=8"),
-    "positions": ("global_head_dim=48", "global_num_kv_heads=1", "share_kv_projections=true", "v_norm_with_scale=true"),
+    "positions": ("global_head_dim=48", "global_num_kv_heads=1", "share_kv_projections=true"),
     "untied": ("num_experts=1", "num_experts_per_tok=1", "norm_topk_prob=false", "base_moe_mlp_dim=-1"),
 }
 FORMS_OF_LATENTS = FORMS | {
@@ -31,7 +31,7 @@ FORMS_OF_LATENTS = FORMS | {
     "positions": ("first_num_dense_layers=3", "rope_type=yarn", "rope_factor=4"),
 }
 DELTA_RULE = ("shared_experts=2", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=6",
-              "gdn_value_head_dim=8", "partial_rotary_factor=0.25")  # fmt: skip
+              "partial_rotary_factor=0.25")  # fmt: skip
 
 
 def keys_of(family: str, form: str) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from maxbatch import load_model
+from maxbatch.model import delta_net, scores
 from maxbatch.model.experts import experts
 from maxbatch.training.pretraining import train
 from tests.helpers.tiny import MEASURED, ONE_LAYER, SAME, UNSAVED, assert_same_run, read_metrics, tiny_config
@@ -142,12 +143,13 @@ def test_narrow_experts_route_and_balance_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
-def test_a_cycle_of_layers_of_several_forms_is_one_run_on_all_layouts(tmp_path):
+def test_a_cycle_of_layers_of_several_forms_is_one_run_on_all_layouts(tmp_path, monkeypatch):
     """Layers with RoPE and an MLP in chunks alternate with layers without RoPE and with experts."""
+    monkeypatch.setattr(scores, "GROWTH_TOKENS", 4)
     cycle = (
         "decoder_block=llama4", "norm_topk_prob=false", "routed_score_func=sigmoid", "shared_experts=1",
         "use_qk_norm=true", "interleave_moe_layer_step=2", "nope_layer_interval=2", "chunk_attn_window_size=5",
-        "temperature_tuning=true", "temperature_floor_scale=4", "base_num_decoder_layers=4", "steps=2", UNSAVED,
+        "temperature_tuning=true", "base_num_decoder_layers=4", "steps=2", UNSAVED,
     )  # fmt: skip
     expected = run(tmp_path / "whole", "", *cycle)
     of_context = "context and fsdp, products kept"
@@ -167,12 +169,13 @@ def test_gemma4_routes_and_balances_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
-def test_a_cycle_of_gated_delta_rules_and_attention_is_one_run_on_all_layouts(tmp_path):
+def test_a_cycle_of_gated_delta_rules_and_attention_is_one_run_on_all_layouts(tmp_path, monkeypatch):
     """Also with a context axis, whose devices each run the rule over whole rows."""
+    monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 7)
     keys = (
         "decoder_block=qwen3_next", "inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4",
-        "shared_experts=1", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=6",
-        "gdn_value_head_dim=8", "gdn_chunk_size=7", "partial_rotary_factor=0.5", "steps=2", UNSAVED,
+        "shared_experts=1", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8",
+        "partial_rotary_factor=0.5", "steps=2", UNSAVED,
     )  # fmt: skip
     expected = run(tmp_path / "whole", "", *keys)
     context = ("ici_expert_parallelism=1", "ici_context_parallelism=2", "remat_policy=minimal")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch.config.families import MODEL_TYPES
+from maxbatch.config.families import FAMILIES, MODEL_TYPES
 from maxbatch.config.loading import load_config
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.export.model import export_model
 from maxbatch.huggingface.export.peft import export_adapters
+from maxbatch.model import delta_net, scores
 from maxbatch.model.cache import Caches
 from maxbatch.model.loss import token_logprobs
 from maxbatch.parallel.mesh import make_mesh
@@ -34,6 +36,16 @@ pytestmark = [pytest.mark.slow, pytest.mark.parity]
 LENGTH = 40  # several windows of the models that have one
 # Without token 0, the padding of these models, to whose embedding torch gives no gradient.
 TOKENS_2xL = np.random.default_rng(0).integers(1, VOCABULARY, (2, LENGTH))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def constants_of_short_texts() -> Iterator[None]:
+    """Has scores grow, and chunks of a gated delta rule end, within the LENGTH tokens."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(FAMILIES["llama4"].fixed, "floor_scale", 5)
+        patch.setattr(scores, "GROWTH_TOKENS", 5)
+        patch.setattr(delta_net, "CHUNK_TOKENS", 8)
+        yield
 
 
 def losses(model: Any) -> Any:

@@ -121,4 +121,5 @@ MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_cycle": _is_cycle,
     "is_original_length": _is_original_length,
     "is_attended": lambda t, word: t.number(word) == t.number("attention_output_dim"),
+    "is_as_wide_as_keys": lambda t, word: (t.number(word) or 128) == (t.number("gdn_key_head_dim") or 128),
 }

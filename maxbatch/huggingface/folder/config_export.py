@@ -37,7 +37,8 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
         raise ConfigError(f"decoder_block={family.decoder_block}: Hugging Face's transformers have no such family; "
                           "works: a decoder_block whose family they have")  # fmt: skip
     has_rope = family.has_rope and not family.has_global_heads
-    stated = _common(config) | _windows(config, family) | (_rope(config, family) if has_rope else {})
+    stated = _common(config) | family.fixed | _windows(config, family)
+    stated |= _rope(config, family) if has_rope else {}
     stated["hidden_act"] = _activation(config, family)
     biases = {"attention_bias": config.attention_bias, "mlp_bias": config.mlp_projection_bias}
     stated |= {field: biases[field] for field in family.bias_fields}
@@ -115,15 +116,13 @@ def _chunks(config: DecoderConfig) -> Json:
         "attention_chunk_size": config.chunk_attn_window_size or None,
         "layer_types": ["chunked_attention" if form.is_local else "full_attention" for form in forms],
         "attn_temperature_tuning": config.temperature_tuning,
-        "floor_scale": config.temperature_floor_scale,
-        "attn_scale": config.temperature_attn_scale,
         "use_qk_norm": config.use_qk_norm,
     }
 
 
 def _global_heads(config: DecoderConfig) -> Json:
     """Returns the fields of Gemma 4's form: the heads of global layers, their RoPE, and what its small models have."""
-    proportional = {"rope_type": "proportional", "partial_rotary_factor": config.global_rope_proportion}
+    proportional = {"rope_type": "proportional", "partial_rotary_factor": config.partial_rotary_factor}
     base = config.local_rope_max_timescale
     local = {"rope_type": "default", "rope_theta": _plain(base if base > 0 else config.rope_max_timescale)}
     return {
@@ -172,9 +171,8 @@ def _delta_rule(config: DecoderConfig) -> Json:
         ],
         "full_attention_interval": every,
         "shared_expert_intermediate_size": config.shared_experts * moe_mlp_dim(config),
-        "linear_conv_kernel_dim": config.gdn_conv_kernel_dim,
         "linear_key_head_dim": config.gdn_key_head_dim,
-        "linear_value_head_dim": config.gdn_value_head_dim,
+        "linear_value_head_dim": config.gdn_key_head_dim,
         "linear_num_key_heads": config.gdn_num_key_heads,
         "linear_num_value_heads": config.gdn_num_value_heads,
         "partial_rotary_factor": config.partial_rotary_factor,

@@ -153,9 +153,10 @@ def _family(stated: Json, where: str) -> Family:
             f"{where}: quantization_config.quant_method={method}: {_QUANTIZED[method]} are not read; works: a folder "
             "with the weights in bfloat16"
         )
-    for field, allowed in _ONLY.items():
-        if field == "partial_rotary_factor" and field in family.own_keys:
-            continue
+    only = _ONLY | {field: (value,) for field, value in family.fixed.items()}
+    if family.has_delta_rule:
+        del only["partial_rotary_factor"]
+    for field, allowed in only.items():
         if field in stated and stated[field] not in allowed:
             raise ConfigError(f"{where}: {field}={shown(str(stated[field]))} is not supported for {name}")
     if biases := [field for field in _BIASES if stated.get(field) and field not in family.bias_fields]:
@@ -241,7 +242,6 @@ class _Fields:
             "global_head_dim": head_dim or 0,
             "global_num_kv_heads": kv_heads or 0,
             "share_kv_projections": shared,
-            "v_norm_with_scale": False,
             "query_pre_attn_scalar": 1,
         }
 
@@ -299,8 +299,6 @@ class _Fields:
                 "moe_layers", [layer in sparse for layer in range(num_layers)], num_layers
             ),
             "temperature_tuning": bool(stated["attn_temperature_tuning"]) and unrotated != -1,
-            "temperature_floor_scale": stated["floor_scale"],
-            "temperature_attn_scale": stated["attn_scale"],
         }
 
     def _period(self, field: str, flags: list[bool], num_layers: int) -> int:
@@ -327,14 +325,16 @@ class _Fields:
         if shared % width:
             raise ConfigError(f"{self._where}: shared_expert_intermediate_size={shared} is not supported: must be a "
                               f"multiple of moe_intermediate_size={width}")  # fmt: skip
+        head_dim, value_dim = stated["linear_key_head_dim"], stated["linear_value_head_dim"]
+        if value_dim != head_dim:
+            raise ConfigError(f"{self._where}: linear_value_head_dim={value_dim} is not supported: values are as wide "
+                              f"as keys, linear_key_head_dim={head_dim}")  # fmt: skip
         return {
             "inhomogeneous_layer_cycle_interval": every,
             "shared_experts": shared // width,
-            "gdn_conv_kernel_dim": stated["linear_conv_kernel_dim"],
-            "gdn_key_head_dim": stated["linear_key_head_dim"],
-            "gdn_value_head_dim": stated["linear_value_head_dim"],
             "gdn_num_key_heads": stated["linear_num_key_heads"],
             "gdn_num_value_heads": stated["linear_num_value_heads"],
+            "gdn_key_head_dim": head_dim,
         }
 
     def _positions(self) -> int:
@@ -387,8 +387,7 @@ class _Fields:
         return {
             "rope_max_timescale": of_global["rope_theta"],
             "local_rope_max_timescale": local["rope_theta"],
-            "global_rope_proportion": of_global.get("partial_rotary_factor", 1.0),
-            "local_rope_proportion": 1.0,
+            "partial_rotary_factor": of_global.get("partial_rotary_factor", 1.0),
         }
 
     def _rope(self) -> dict[str, object]:
@@ -409,7 +408,7 @@ class _Fields:
         if kind not in ROPE_TYPES:
             works = ", ".join(ROPE_TYPES)
             raise ConfigError(f"{self._where}: rope_type={shown(str(kind))} is not supported; works: one of {works}")
-        turns_part = "partial_rotary_factor" in self._family.own_keys
+        turns_part = self._family.has_delta_rule
         fixed: dict[str, object] = {} if turns_part else {"partial_rotary_factor": 1}
         fixed |= {} if self._family.has_latents else {"mscale": None}
         for field, only in fixed.items():

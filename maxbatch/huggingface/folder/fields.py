@@ -19,8 +19,8 @@ _WHOLE = {
             "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "num_experts",
             "num_experts_per_tok", "moe_intermediate_size", "n_shared_experts", "n_group", "topk_group", "q_lora_rank",
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp",
-            "attention_chunk_size", "floor_scale", "shared_expert_intermediate_size", "linear_conv_kernel_dim",
-            "linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads",
+            "attention_chunk_size", "shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim",
+            "linear_num_key_heads", "linear_num_value_heads",
             "global_head_dim", "num_global_key_value_heads",
         ),
         _MOST,
@@ -36,7 +36,7 @@ _WHOLE = {
 }  # fmt: skip
 _REAL = (
     "rms_norm_eps", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "rope_theta",
-    "rope_local_base_freq", "routed_scaling_factor", "attn_scale", "partial_rotary_factor",
+    "rope_local_base_freq", "routed_scaling_factor", "partial_rotary_factor",
 )  # fmt: skip
 _TEXT = ("model_type", "hidden_act")
 _NUMBERS = ("moe_layers", "no_rope_layers")

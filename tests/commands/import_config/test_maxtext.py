@@ -374,13 +374,16 @@ def test_gemma4_is_that_of_maxtext(tmp_path: Path) -> None:
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
     assert (config.global_head_dim, config.global_num_kv_heads, config.share_kv_projections) == (512, 2, True)
     assert (config.rope_max_timescale, config.local_rope_max_timescale) == (1_000_000, 10_000)
-    assert (config.use_qk_norm, config.query_pre_attn_scalar, config.v_norm_with_scale) == (True, 1, False)
+    assert (config.use_qk_norm, config.query_pre_attn_scalar, config.partial_rotary_factor) == (True, 1, 0.25)
     assert config.attention_type.split(",") == ["local_sliding"] * 5 + ["global"]
     config, fates = imported("maxtext", tmp_path / "e.yml", f"{SYNTHETIC}{GEMMA4}{GEMMA4_EXPERTS}")
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
     assert (config.num_experts, config.norm_topk_prob, config.shared_experts) == (8, True, 0)
-    default = GEMMA4.replace("v_norm_with_scale: false\n", "")
-    assert imported("maxtext", tmp_path / "v.yml", f"{SYNTHETIC}{default}")[0].v_norm_with_scale
+    scaled = GEMMA4.replace("v_norm_with_scale: false\n", "")
+    assert imported("maxtext", tmp_path / "v.yml", f"{SYNTHETIC}{scaled}")[1]["v_norm_with_scale"].is_essential
+    shares = "global_rope_proportion: 0.5\nlocal_rope_proportion: 0.5\n"
+    config, fates = imported("maxtext", tmp_path / "s.yml", f"{SYNTHETIC}{GEMMA4}{shares}")
+    assert config.partial_rotary_factor == 0.5 and fates["local_rope_proportion"].is_essential
     for word, other in (("shared_experts: 1", "shared_experts: 2"), ("norm_topk_prob: true", "norm_topk_prob: false")):
         text = f"{SYNTHETIC}{GEMMA4}{GEMMA4_EXPERTS}".replace(word, other)
         assert imported("maxtext", tmp_path / "o.yml", text)[1][word.partition(":")[0]].is_essential
@@ -404,8 +407,10 @@ def test_layers_of_a_gated_delta_rule_are_those_of_maxtext(tmp_path: Path) -> No
     assert (config.decoder_block, config.inhomogeneous_layer_cycle_interval) == ("qwen3_5", 4)
     assert config.use_qk_norm and config.norm_topk_prob
     assert (config.gdn_num_key_heads, config.gdn_num_value_heads, config.partial_rotary_factor) == (16, 64, 0.25)
-    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{DELTA_RULE}use_qk_norm_in_gdn: false\n")
-    assert fates["use_qk_norm_in_gdn"].is_essential
+    others = "use_qk_norm_in_gdn: false\ngdn_key_head_dim: 64\ngdn_conv_kernel_dim: 3\ngdn_chunk_size: 32\n"
+    _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{DELTA_RULE}{others}")
+    refused = {name for name, fate in fates.items() if fate.fate == "not supported"}
+    assert refused == {"use_qk_norm_in_gdn", "gdn_value_head_dim", "gdn_conv_kernel_dim"}
 
 
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
