@@ -304,7 +304,7 @@ def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     if not FAMILIES[config.decoder_block].has_cycle:
         return
     layers = config.base_num_decoder_layers
-    for name in ("interleave_moe_layer_step", "nope_layer_interval"):
+    for name in ("interleave_moe_layer_step", "nope_layer_interval", "inhomogeneous_layer_cycle_interval"):
         if config[name] > layers:
             raise fault(name, f"at most base_num_decoder_layers={layers}", layers)
     length = cycle_length(config)
