@@ -83,7 +83,7 @@ class Ropes:
         if keys.rope_type == "longrope" and (longest or length) > self._original:
             self._long = _tables(length, *_stretched(keys, is_long=True))
         base = keys.local_rope_max_timescale
-        if base > 0 or keys.global_head_dim:
+        if base > 0 or keys.global_head_dim or keys.partial_rotary_factor < 1:
             base = base if base > 0 else keys.rope_max_timescale
             self._local = _tables(length, _frequencies(keys.head_dim, base))
 

@@ -39,8 +39,11 @@ def test_a_part_of_a_global_head_is_rotated_and_the_whole_of_a_local_one() -> No
     np.testing.assert_allclose(found[..., 8:10], second * np.cos(angles) + first * np.sin(angles), atol=1e-5)
     for begin, end in ((2, 8), (10, 16)):
         np.testing.assert_array_equal(found[..., begin:end], x_MxLxHxh[..., begin:end])
-    cos, _ = ropes.of(True, lambda: jnp.ones(1))
-    np.testing.assert_allclose(cos, np.cos(np.outer(np.arange(LENGTH), 10.0 ** (-np.arange(4) / 4))), atol=1e-5)
+    same = tiny_config(*FORM, "global_head_dim=0", "rope_max_timescale=10")  # the same head and base in all layers
+    for each in (config, same):
+        cos, _ = Ropes(RopeKeys.from_config(each.model), LENGTH).of(True, lambda: jnp.ones(1))
+        expected = np.cos(np.outer(np.arange(LENGTH), 10.0 ** (-np.arange(4) / 4)))
+        np.testing.assert_allclose(cos, expected, atol=1e-5)
 
 
 def test_parameters_and_flops_count_the_heads_of_each_layer() -> None:
