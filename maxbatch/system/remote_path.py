@@ -104,15 +104,16 @@ class RemotePath:
 
     def _kind(self) -> str | None:
         try:
-            return str(self._info()["type"])
+            return str(self.info()["type"])
         except FileNotFoundError:
             return None
 
-    def _info(self) -> dict[str, Any]:
+    def info(self) -> dict[str, Any]:
+        """Returns the client's own description of the object."""
         return self.ask(self.file_system.info, self.url)
 
     def stat(self) -> Status:
-        info = self._info()
+        info = self.info()
         version = next((info[key] for key in ("generation", "etag", "ETag", "md5Hash") if info.get(key)), "")
         written = info.get("mtime") or info.get("LastModified")
         size, seconds = int(info["size"] or 0), written.timestamp() if written else 0.0

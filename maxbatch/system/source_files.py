@@ -1,8 +1,7 @@
 """Files of datasets, on this machine and in object stores; names may have any character.
 
-A path with a scheme is read through fsspec, which needs the scheme's package. Local paths avoid fsspec: its import
-takes as long as numpy's, and its local file system has no times in nanoseconds and follows no symbolic links to
-folders.
+Local paths avoid fsspec: its import takes as long as numpy's, and its local file system has no times in nanoseconds and
+follows no symbolic links to folders.
 """
 
 from __future__ import annotations
@@ -12,16 +11,16 @@ import glob
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from datetime import datetime
+from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.object_stores import file_system
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import scheme_of, url_fault
-from maxbatch.system.stores.store import FileSystem
+from maxbatch.system.storage import AnyPath, scheme_of, url_fault
+from maxbatch.system.stores.store import split
 
 # Fields with an object's version in stores' answers, the most reliable first.
 _STAMPS = ("etag", "ETag", "generation", "mtime", "LastModified", "last_modified", "updated", "created")
@@ -40,36 +39,76 @@ class SourceFile(NamedTuple):
     content: str = ""  # in a store: its checksum or version of the content
 
 
-class LocalDisk:
-    """Local file systems."""
+def place_of(path: str, where: str = "") -> AnyPath:
+    """Returns the place of an absolute path or a URL, either of which may be a pattern.
 
-    is_folder = staticmethod(os.path.isdir)
-    exists = staticmethod(os.path.exists)
+    Messages about an invalid URL or a missing package begin with `where`, by default the path.
+    """
+    scheme = scheme_of(path)
+    if scheme is None:
+        return Path(path)
+    where = where or path[:80]
+    if rule := url_fault(path, may_hold_pattern=True):
+        raise ConfigError(f"{where}: must be {rule}")
+    try:
+        file_system(scheme)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}; a copy on a local disk needs none") from error
+    return RemotePath(path.rstrip("/"))
 
-    def file(self, path: str, name: str) -> SourceFile | None:
-        """Describes a regular file; returns None for anything else, raises OSError if nothing is there."""
-        status = os.stat(path)
-        if not S_ISREG(status.st_mode):
-            return None
-        return SourceFile(path, name, status.st_size, status.st_mtime_ns, (status.st_ino, status.st_ctime_ns))
 
-    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
-        """Lists the `wanted` regular files below a folder, in `enter`ed folders, in order of their names."""
+def is_folder(place: AnyPath) -> bool:
+    """Returns whether a folder is there, as far as the system lets us look."""
+    return os.path.isdir(place) if isinstance(place, Path) else place.is_dir()
+
+
+def is_there(place: AnyPath) -> bool:
+    """Returns whether anything is there, as far as the system lets us look."""
+    return os.path.exists(place) if isinstance(place, Path) else place.exists()
+
+
+def source_file(path: AnyPath, name: str) -> SourceFile | None:
+    """Describes a regular file; returns None for anything else, raises OSError if nothing is there."""
+    if isinstance(path, RemotePath):
+        return _object(path, name, path.info())
+    status = path.stat()
+    if not S_ISREG(status.st_mode):
+        return None
+    return SourceFile(str(path), name, status.st_size, status.st_mtime_ns, (status.st_ino, status.st_ctime_ns))
+
+
+def files_below(folder: AnyPath, wanted: Matches, enter: Matches) -> list[SourceFile]:
+    """Lists the `wanted` regular files below a folder, in `enter`ed folders, in order of their names."""
+    if isinstance(folder, Path):
         entries = sorted(_entries(os.path.abspath(folder), "", wanted, enter))
-        return [file for name, path in entries if (file := self.file(path, name))]
+        return [file for name, path in entries if (file := source_file(Path(path), name))]
+    found = []
+    for file in _objects(folder, folder.file_system.find):
+        below = file.path.removeprefix(f"{folder}/")
+        *folders, bare_name = below.split("/")
+        if wanted(bare_name) and all(map(enter, folders)):
+            found.append(file._replace(name=below))
+    return found
 
-    def glob(self, pattern: str) -> list[SourceFile]:
-        """Lists the regular files that a pattern matches, in order."""
-        paths = sorted(glob.glob(pattern, recursive=True))
-        return [file for path in paths if (file := self.file(os.path.abspath(path), path))]
 
-    def open(self, path: str) -> BinaryIO:
-        """Opens a file for reading; remote files are fetched by blocks on demand."""
-        return open(path, "rb")
+def files_matching(pattern: AnyPath) -> list[SourceFile]:
+    """Lists the regular files that a pattern matches, in order."""
+    if isinstance(pattern, RemotePath):
+        return list(_objects(pattern, pattern.file_system.glob))
+    paths = sorted(glob.glob(str(pattern), recursive=True))
+    return [file for path in paths if (file := source_file(Path(os.path.abspath(path)), path))]
 
-    def local_copy(self, path: str) -> AbstractContextManager[str]:
-        """Returns a context with a local path of the file, for readers that need one."""
-        return contextlib.nullcontext(path)
+
+@contextlib.contextmanager
+def local_copy(path: AnyPath) -> Iterator[str]:
+    """Yields a local path of a file, for readers that need one."""
+    if isinstance(path, Path):
+        yield str(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="maxbatch-") as folder:
+        copy = os.path.join(folder, "copy")
+        path.ask(path.file_system.get_file, path.url, copy)
+        yield copy
 
 
 def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Iterator[tuple[str, str]]:
@@ -82,79 +121,23 @@ def _entries(folder: str, prefix: str, wanted: Matches, enter: Matches) -> Itera
                 yield prefix + entry.name, entry.path
 
 
-class RemoteStore:
-    """An object store, with the methods of LocalDisk."""
-
-    def __init__(self, scheme: str, file_system: FileSystem) -> None:
-        self._scheme, self._file_system = scheme, file_system
-
-    def _at(self, path: str) -> RemotePath:
-        return RemotePath(f"{self._scheme}://{path}")
-
-    def is_folder(self, path: str) -> bool:
-        return self._at(path.rstrip("/")).is_dir()
-
-    def exists(self, path: str) -> bool:
-        return self._at(path).exists()
-
-    def file(self, path: str, name: str) -> SourceFile | None:
-        return self._file(path, name, self._at(path).ask(self._file_system.info, path))
-
-    def find(self, folder: str, wanted: Matches, enter: Matches) -> list[SourceFile]:
-        root = folder.rstrip("/") + "/"
-        infos = self._at(folder).ask(self._file_system.find, folder, detail=True)
-        found = []
-        for path, info in sorted(infos.items()):
-            *folders, bare_name = path.removeprefix(root).split("/")
-            file = self._file(path, path.removeprefix(root), info)
-            if file and wanted(bare_name) and all(map(enter, folders)):
-                found.append(file)
-        return found
-
-    def glob(self, pattern: str) -> list[SourceFile]:
-        infos = self._at(pattern).ask(self._file_system.glob, pattern, detail=True)
-        return [file for path, info in sorted(infos.items()) if (file := self._file(path, path, info))]
-
-    def open(self, path: str) -> BinaryIO:
-        return cast(BinaryIO, self._at(path).open("rb"))
-
-    @contextlib.contextmanager
-    def local_copy(self, path: str) -> Iterator[str]:
-        with tempfile.TemporaryDirectory(prefix="maxbatch-") as folder:
-            copy = os.path.join(folder, "copy")
-            self._at(path).ask(self._file_system.get_file, path, copy)
-            yield copy
-
-    def _file(self, path: str, name: str, info: dict[str, Any]) -> SourceFile | None:
-        if info["type"] != "file":
-            return None
-        stamp = next((info[field] for field in _STAMPS if info.get(field)), "")
-        # Listings and requests for one object give the same time in different types.
-        stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
-        url, checksum = self._file_system.unstrip_protocol(path), info.get("md5Hash")
-        content = f"{info['size']} {checksum}" if checksum else f"{info['size']} {stamp} {url}"
-        return SourceFile(url, name, info["size"], stamp, content=content)
+def _objects(place: RemotePath, request: Callable[..., dict[str, dict[str, Any]]]) -> Iterator[SourceFile]:
+    """Yields the objects that a request about a place lists, in order; their names begin with the bucket."""
+    scheme = split(place.url)[0]
+    for name, info in sorted(place.ask(request, place.url, detail=True).items()):
+        if file := _object(RemotePath(f"{scheme}://{name}"), name, info):
+            yield file
 
 
-_DISK = LocalDisk()
-
-
-def storage_of(path: str, where: str = "") -> tuple[LocalDisk | RemoteStore, str]:
-    """Returns the storage of an absolute path or a URL, and its path there.
-
-    Messages about a missing package or an unreachable store begin with `where`, by default the path.
-    """
-    scheme = scheme_of(path)
-    if scheme is None:
-        return _DISK, path
-    where = where or path[:80]
-    if rule := url_fault(path, may_hold_pattern=True):
-        raise ConfigError(f"{where}: must be {rule}")
-    try:
-        found = file_system(scheme)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {error}; a copy on a local disk needs none") from error
-    return RemoteStore(scheme, found), found._strip_protocol(path)
+def _object(path: RemotePath, name: str, info: dict[str, Any]) -> SourceFile | None:
+    if info["type"] != "file":
+        return None
+    stamp = next((info[field] for field in _STAMPS if info.get(field)), "")
+    # Listings and requests for one object give the same time in different types.
+    stamp = str(stamp.timestamp() if isinstance(stamp, datetime) else stamp)
+    checksum = info.get("md5Hash")
+    content = f"{info['size']} {checksum}" if checksum else f"{info['size']} {stamp} {path}"
+    return SourceFile(path.url, name, info["size"], stamp, content=content)
 
 
 def typed_reason(error: Exception) -> str:

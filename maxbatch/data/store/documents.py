@@ -19,7 +19,7 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
 from maxbatch.system.errors import ConfigError, reading
-from maxbatch.system.source_files import LocalDisk, SourceFile
+from maxbatch.system.source_files import SourceFile, files_below
 
 # Present in every Python from 3.11 on, self-contained, together some 120 kB.
 STDLIB_HELD_OUT = frozenset({
@@ -151,8 +151,8 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
     """Returns the standard library's modules, without empty files and files that are made on each machine."""
 
     generated = ("_sysconfigdata", "sitecustomize", "usercustomize")
-    found = LocalDisk().find(
-        str(root),
+    found = files_below(
+        root,
         wanted=lambda name: name.endswith(".py") and not name.startswith(generated),
         enter=lambda name: name not in _STDLIB_LEFT_OUT and not name.startswith("config-"),
     )

@@ -14,11 +14,21 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple, cast
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.source_files import SourceFile, storage_of, typed_reason
+from maxbatch.system.source_files import (
+    SourceFile,
+    files_below,
+    files_matching,
+    is_folder,
+    is_there,
+    local_copy,
+    place_of,
+    source_file,
+    typed_reason,
+)
 from maxbatch.system.storage import scheme_of
 
 _MOST_SHARDS = 1_000_000  # of a set; a larger number in a name has another meaning
@@ -52,18 +62,18 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
 
 def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Listing:
     remote = scheme_of(path) is not None
-    storage, place = storage_of(path if remote else str(Path(os.path.expanduser(path))), where)
+    place = place_of(path if remote else os.path.expanduser(path), where)
     is_single = False
     try:
-        if storage.is_folder(place):
-            found = storage.find(place, lambda name: _is_visible(name) and wanted.search(name), _is_visible)
+        if is_folder(place):
+            found = files_below(place, lambda name: _is_visible(name) and wanted.search(name), _is_visible)
             problem = f"the folder holds no {kind} file"
-        elif storage.exists(place):
+        elif is_there(place):
             is_single = True
-            file = storage.file(place if remote else os.path.abspath(place), os.path.basename(place))
+            file = source_file(Path(os.path.abspath(place)) if isinstance(place, Path) else place, place.name)
             found, problem = [file] if file else [], "not a regular file"
-        elif glob.has_magic(place):
-            found, problem = storage.glob(place), "the glob matches no file"
+        elif glob.has_magic(str(place)):
+            found, problem = files_matching(place), "the glob matches no file"
         else:
             found, problem = [], "no such file or folder" + ("" if remote else f" (seen from {os.getcwd()})")
     except TrainingError:  # a store that does not answer
@@ -95,21 +105,18 @@ def _missing_shards(names: Iterable[str]) -> Iterator[str]:
 
 def open_file(file: SourceFile) -> BinaryIO:
     """Opens a file of a dataset for reading."""
-    storage, path = storage_of(file.path)
-    return storage.open(path)
+    return cast(BinaryIO, place_of(file.path).open("rb"))
 
 
 def local_path(file: SourceFile) -> contextlib.AbstractContextManager[str]:
     """Returns a context with the path of the file on this machine, for readers that take nothing else."""
-    storage, path = storage_of(file.path)
-    return storage.local_copy(path)
+    return local_copy(place_of(file.path))
 
 
 def changed(file: SourceFile) -> str | None:
     """Returns what happened to a file since it was listed ("changed", "vanished"), or None."""
-    storage, path = storage_of(file.path)
     try:
-        now = storage.file(path, file.name)
+        now = source_file(place_of(file.path), file.name)
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
     except OSError:

@@ -38,7 +38,7 @@ from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens, readers
 from maxbatch.data.store.store import IDS, StoreFacts
 from maxbatch.system.atomic_files import writing_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.system.source_files import SourceFile, storage_of, typed_reason
+from maxbatch.system.source_files import SourceFile, place_of, source_file, typed_reason
 from maxbatch.system.storage import AnyPath, as_path, is_remote, read_range
 from maxbatch.system.warning import warn_once
 
@@ -260,9 +260,8 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
 
 
 def _listed(where: str, path: AnyPath) -> SourceFile:
-    storage, place = storage_of(str(path), where)
     try:
-        file = storage.file(place, path.name)
+        file = source_file(place_of(str(path), where), path.name)
     except (ConfigError, TrainingError):  # an object store that refuses, or does not answer
         raise
     except OSError as error:
@@ -300,8 +299,7 @@ def _copied(config: DataConfig, file: SourceFile) -> Path:
     if not copy.is_file() or copy.stat().st_size != file.size:
         with writing_cache(config.data_cache_dir, copy.parent):
             copy.parent.mkdir(parents=True, exist_ok=True)
-            storage, place = storage_of(file.path)
-            with storage.open(place) as source, writing_atomically(copy) as target:
+            with place_of(file.path).open("rb") as source, writing_atomically(copy) as target:
                 shutil.copyfileobj(source, target, 1 << 22)
     return copy
 
