@@ -60,7 +60,7 @@ from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.origin import RunOrigin
-from maxbatch.training.weights.parameters import FirstParameters, Source, open_source
+from maxbatch.training.weights.parameters import FirstParameters, open_source
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -190,7 +190,7 @@ class Session(Generic[B]):
     def _pin_origin(self, newest: CheckpointRecord | None) -> FirstParameters:
         key, path = self.opened.source
         open_at = StoredCheckpoint if key == "load_full_state_path" else open_source
-        origin: RunOrigin[Source] = RunOrigin(open_at, key, path, self.folder.path, newest)
+        origin = RunOrigin(open_at, key, path, self.folder.path, newest)
         if self.checkpoints:
             self.checkpoints.origin = origin
         return FirstParameters(origin, self.config.model)

@@ -41,7 +41,7 @@ _BLOCKS, _BLOCK_BYTES = 64, 4096  # of a file, in the old identity of a folder
 
 
 class HuggingFaceFolder:
-    """A Hugging Face folder, or a model of the hub (`maxbatch.training.weights.parameters.Source`)."""
+    """A Hugging Face folder, or a model of the hub (`maxbatch.training.weights.origin.Source`)."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = path

@@ -34,7 +34,8 @@ from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.parameters import Reader, open_parameters, open_source, placed
+from maxbatch.training.weights.origin import Reader
+from maxbatch.training.weights.parameters import open_parameters, open_source, placed
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
 _TOKENIZER_FILES = (

@@ -45,7 +45,7 @@ class Adapting(NamedTuple):
 
 
 class StoredCheckpoint:
-    """A checkpoint to read (`maxbatch.training.weights.parameters.Source`).
+    """A checkpoint to read (`maxbatch.training.weights.origin.Source`).
 
     Args:
       path: a run folder, for its newest checkpoint, or `checkpoints/STEP` in it.

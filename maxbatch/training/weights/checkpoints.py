@@ -106,7 +106,7 @@ class Checkpoints:
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
-        self.origin: RunOrigin[Any] | None = None
+        self.origin: RunOrigin | None = None
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
         self._steps: set[int] | None = None  # saved or being saved, once the first save begins
         self._token = ""  # this start's own

@@ -7,20 +7,25 @@ pinned content works.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
+from maxbatch.config.config import Config
+from maxbatch.config.sections import ModelConfig
 from maxbatch.config.values import shown
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.parallel.hosts import broadcast, gather, warn
+from maxbatch.parallel.trees import State
 from maxbatch.runs.position import CheckpointRecord, Origin, committed_steps, is_committed
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.weights.checkpoint_reading import is_checkpoint
+from maxbatch.training.weights.checkpoint_reading import Adapting, is_checkpoint
+
+Reader = Callable[[State], State]  # (shapes, types and shardings) -> parameters
 
 
-class Identified(Protocol):
-    """A source of parameters with an identity of its content."""
+class Source(Protocol):
+    """A model, or a model's adapters, on disk or in an object store."""
 
     @property
     def identity(self) -> str:
@@ -37,13 +42,32 @@ class Identified(Protocol):
     def step(self) -> int | None:
         """The step of a checkpoint; None for a Hugging Face folder."""
 
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        """Returns the config of the model, with "key=value" texts over it.
 
-S = TypeVar("S", bound=Identified)
+        Raises:
+          ConfigError: its model is not supported, or its files contradict each other.
+        """
+
+    def adapting(self) -> Adapting | None:
+        """Returns the run of the adapters that it holds; None if it holds a whole model."""
+
+    def open(self, config: ModelConfig, abstract_params: State) -> Reader:
+        """Returns a function that reads the parameters, all of `abstract_params` or some of them.
+
+        Headers and records are read now, values when the function is called.
+
+        Raises:
+          ConfigError: headers or records do not fit the shapes.
+        """
+
+
+OpenSource = Callable[[str], Source]
 
 
 def open_origin(
-    open_at: Callable[[str], S], key: str, path: str, pin: Origin | None, old_base: str | None, whose: str
-) -> tuple[S, Origin]:
+    open_at: OpenSource, key: str, path: str, pin: Origin | None, old_base: str | None, whose: str
+) -> tuple[Source, Origin]:
     """Opens the origin of a run; all hosts call it.
 
     Args:
@@ -100,7 +124,7 @@ def _newest_step(path: str) -> int | None:
     return next(iter(committed_steps(as_path(path).absolute())), None) if _is_run(path) else None
 
 
-class RunOrigin(Generic[S]):
+class RunOrigin:
     """The source of a run's first parameters, opened once.
 
     Args:
@@ -114,12 +138,12 @@ class RunOrigin(Generic[S]):
     """
 
     def __init__(
-        self, open_at: Callable[[str], S], key: str, path: str, run_dir: AnyPath, record: CheckpointRecord | None
+        self, open_at: OpenSource, key: str, path: str, run_dir: AnyPath, record: CheckpointRecord | None
     ) -> None:
         self._open_at, self._key, self._path, self._run_dir = open_at, key, path, run_dir
         self._is_resumed = record is not None
         self._old_base = record.old_base if record else None
-        self._source: S | None = None
+        self._source: Source | None = None
         if record is not None:
             self.pin = record.origin
         else:
@@ -130,7 +154,7 @@ class RunOrigin(Generic[S]):
         """A text that distinguishes these first parameters from others of the same model and seed; empty if unknown."""
         return "" if self.pin is None else self.pin.identity or self.pin.key
 
-    def source(self) -> S | None:
+    def source(self) -> Source | None:
         """Returns the source to read; None for new parameters. All hosts call it.
 
         Raises:

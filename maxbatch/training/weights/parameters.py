@@ -5,10 +5,8 @@ A source is a named checkpoint, a run's newest checkpoint, or a Hugging Face fol
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Protocol
 
 import jax
 from flax import nnx
@@ -26,33 +24,8 @@ from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.checkpoint_reading import Adapting, StoredCheckpoint
-from maxbatch.training.weights.origin import Identified, RunOrigin, open_origin
-
-Reader = Callable[[State], State]  # (shapes, types and shardings) -> parameters
-
-
-class Source(Identified, Protocol):
-    """A model, or a model's adapters, on disk or in an object store."""
-
-    def config(self, overrides: Sequence[str] = ()) -> Config:
-        """Returns the config of the model, with "key=value" texts over it.
-
-        Raises:
-          ConfigError: its model is not supported, or its files contradict each other.
-        """
-
-    def adapting(self) -> Adapting | None:
-        """Returns the run of the adapters that it holds; None if it holds a whole model."""
-
-    def open(self, config: ModelConfig, abstract_params: State) -> Reader:
-        """Returns a function that reads the parameters, all of `abstract_params` or some of them.
-
-        Headers and records are read now, values when the function is called.
-
-        Raises:
-          ConfigError: headers or records do not fit the shapes.
-        """
+from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
+from maxbatch.training.weights.origin import Reader, RunOrigin, Source, open_origin
 
 
 def open_source(path: str | Path, averaged: bool = False) -> Source:
@@ -106,7 +79,7 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
 class FirstParameters:
     """The parameters that a run starts from; their headers are read once, with the first `open`."""
 
-    def __init__(self, origin: RunOrigin[Source], config: ModelConfig) -> None:
+    def __init__(self, origin: RunOrigin, config: ModelConfig) -> None:
         self.origin, self._config = origin, config
         self._read: Reader | None = None
 
