@@ -23,9 +23,10 @@ from maxbatch.system.errors import ConfigError, LeaseLost, StoreFailed, Training
 from maxbatch.system.fences import Fence
 from maxbatch.system.folding import printable
 from maxbatch.system.locks import is_lock_on, take_lock
-from maxbatch.system.object_stores import version_of
+from maxbatch.system.object_stores import read_version, remove_if, version_of, write_if
 from maxbatch.system.patience import patience
 from maxbatch.system.remote_path import RemotePath
+from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath
 
 LEASE_FILE, LOCK_FILE = ".lease", ".lock"
@@ -67,21 +68,17 @@ class Lease:
         self._path, self._version, self._holder = path, version, holder
         self._renewed_at, self._renewing = since, threading.Lock()
         self._fence = Fence(path.parent.url, self.ask, self._confirm)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="maxbatch-lease", daemon=True)
-        self._thread.start()
+        self._is_closed = False
+        self._renewals = Repeating(self._renew, RENEW_S, "maxbatch-lease")
 
     def _renew(self) -> None:
-        while not self._closed.wait(RENEW_S):
-            try:
-                self._confirm()
-            except LeaseLost:
-                return
-            except StoreFailed:
-                continue  # nobody can take it over while the store does not respond
-            except (ConfigError, TrainingError, OSError) as error:
-                self.lost = str(error)
-                return
+        try:
+            self._confirm()
+        except StoreFailed:
+            return  # nobody can take it over while the store does not respond
+        except (ConfigError, TrainingError, OSError) as error:
+            self.lost = self.lost or str(error)
+            raise
 
     def check(self) -> None:
         """Raises LeaseLost if the lease was lost: another process may be writing."""
@@ -93,7 +90,7 @@ class Lease:
 
         Threads that still write after `close` get LeaseLost.
         """
-        if self._closed.is_set():
+        if self._is_closed:
             self.lost = self.lost or f"{self._path.parent}: the lease is given back"
         self.check()
         if _seconds_since(self._renewed_at) >= (LAPSE_S + RENEW_S) / 2:
@@ -104,7 +101,7 @@ class Lease:
         with self._renewing:
             self.check()
             since = _clocks()
-            version = self._path.write_if(_content(self._holder), self._version)
+            version = write_if(self._path.url, _content(self._holder), self._version)
             if version is None:
                 found = _look(self._path)
                 if found is None or found[0].get("token") != self._holder["token"]:
@@ -116,19 +113,17 @@ class Lease:
 
     def close(self) -> None:
         """Releases the lease; if the store does not respond, the lease lapses later."""
-        self._closed.set()
-        if patience().gave_up:
+        self._is_closed = True
+        has_ended = self._renewals.stop(0.0 if patience().gave_up else _END_WAIT_S)
+        if patience().gave_up or not has_ended or self.lost:
             return  # it lapses
-        self._thread.join(_END_WAIT_S)
-        if self._thread.is_alive() or self.lost:
-            return
         remover = threading.Thread(target=self._remove, name="maxbatch-lease-end", daemon=True)
         remover.start()
         remover.join(_END_WAIT_S)
 
     def _remove(self) -> None:
         try:
-            self._path.unlink_if(self._version)
+            remove_if(self._path.url, self._version)
             self._fence.remove()
         except (ConfigError, TrainingError, OSError):
             return  # it lapses
@@ -185,7 +180,7 @@ def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | 
         if watched and now - begun > _BLIND_S:
             watched = (watched[0], now)
         if found is None or _is_dead(found[0]) or (watched and now - watched[1] >= LAPSE_S):
-            version = path.write_if(_content(holder), found[1] if found else None)
+            version = write_if(path.url, _content(holder), found[1] if found else None)
             if version is not None:
                 return Lease(path, version, holder, since)
             found = _look(path)
@@ -252,7 +247,7 @@ def _look(path: RemotePath) -> tuple[dict[str, object], str] | None:
         if path.stat().st_size > _MOST_BYTES:
             version = version_of(path.url)
             return ({}, version) if version else None
-        content, version = path.read_version()
+        content, version = read_version(path.url)
     except FileNotFoundError:
         return None
     return _holder(content), version

@@ -12,7 +12,7 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
 from http import HTTPStatus
 from typing import TypeVar
@@ -144,11 +144,16 @@ def _status(error: BaseException, scheme: str) -> int | None:
     return HTTPStatus.FORBIDDEN if any(isinstance(one, PermissionError) for one in errors) else None
 
 
-def missing_bucket(url: str) -> StoreRefused:
-    """Returns the exception for an object in a missing bucket."""
-    scheme, bucket, _ = split(url)
-    make = STORES[scheme].make_bucket
-    return StoreRefused(f"{url}: there is no bucket {bucket}; make it ({make}{bucket}) or correct its name")
+@contextlib.contextmanager
+def naming_missing_bucket(url: str) -> Iterator[None]:
+    """Names the bucket of an object if it cannot be written because the bucket is missing."""
+    try:
+        yield
+    except FileNotFoundError:
+        scheme, bucket, _ = split(url)
+        make = f"{STORES[scheme].make_bucket}{bucket}"
+        message = f"{url}: there is no bucket {bucket}; make it ({make}) or correct its name"
+        raise StoreRefused(message) from None
 
 
 def _short(error: BaseException) -> str:
@@ -232,12 +237,10 @@ def write_if(url: str, data: bytes, version: str | None) -> str | None:
 
     Returns:
       Its new version; None if another process was faster, and nothing was written.
-
-    Raises:
-      FileNotFoundError: there is no bucket.
     """
     store, at = _at(url)
-    return _unless_lost(url, lambda: store.write(*at, data, version), is_there=version is not None)
+    with naming_missing_bucket(url):
+        return _unless_lost(url, lambda: store.write(*at, data, version), is_there=version is not None)
 
 
 def remove_if(url: str, version: str) -> bool:

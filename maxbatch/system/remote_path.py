@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import contextlib
 import dataclasses
 import fnmatch
 import io
@@ -15,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Any, NamedTuple, ParamSpec, Self, TypeVar
 
 from maxbatch.system import fences, object_stores
 from maxbatch.system.fences import BUILDING
-from maxbatch.system.object_stores import file_system, gone_is_done, missing_bucket, persist
+from maxbatch.system.object_stores import file_system, gone_is_done, naming_missing_bucket, persist
 from maxbatch.system.stores.store import FileSystem, split
 
 if TYPE_CHECKING:
@@ -186,11 +185,11 @@ class RemotePath:
     def write_bytes(self, data: bytes) -> int:
         """Writes the object atomically."""
         fence = fences.fence_of(self.url)
-        with _writing(self):
-            if fence and f"/{BUILDING}" not in self.url:
-                fence.write(self.url, partial(object_stores.write_if, self.url, data))
-            else:
-                fences.ask(self.url)
+        if fence and f"/{BUILDING}" not in self.url:
+            fence.write(self.url, partial(object_stores.write_if, self.url, data))
+        else:
+            fences.ask(self.url)
+            with naming_missing_bucket(self.url):
                 self.ask(self.file_system.pipe_file, self.url, data)
         return len(data)
 
@@ -200,7 +199,7 @@ class RemotePath:
     def upload(self, file: Path) -> None:
         """Uploads a local file atomically."""
         fences.ask(self.url)
-        with _writing(self):
+        with naming_missing_bucket(self.url):
             self.ask(self.file_system.put_file, str(file), self.url)
 
     def open(self, mode: str = "rb") -> IO[Any]:
@@ -218,23 +217,6 @@ class RemotePath:
         except FileNotFoundError:
             if not missing_ok:
                 raise
-
-    def read_version(self) -> tuple[bytes, str]:
-        """Returns the content, and its version, which changes with every write."""
-        return object_stores.read_version(self.url)
-
-    def write_if(self, data: bytes, version: str | None) -> str | None:
-        """Writes the object if it still has a version, or if there is none (None).
-
-        Returns:
-          The new version; None if another process was faster, and nothing was written.
-        """
-        with _writing(self):
-            return object_stores.write_if(self.url, data, version)
-
-    def unlink_if(self, version: str) -> bool:
-        """Removes the object if it still has a version; returns whether it did."""
-        return object_stores.remove_if(self.url, version)
 
     def mkdir(self, mode: int = 0o777, parents: bool = False, exist_ok: bool = False) -> None:
         """Does nothing: a folder exists once it has an object."""
@@ -283,15 +265,6 @@ class _Ranges(io.RawIOBase):
         view[: len(data)] = data
         self._place += len(data)
         return len(data)
-
-
-@contextlib.contextmanager
-def _writing(path: RemotePath) -> Iterator[None]:
-    """Names the bucket if a write fails because it is missing."""
-    try:
-        yield
-    except FileNotFoundError:
-        raise missing_bucket(path.url) from None
 
 
 def _md5_of(info: Mapping[str, Any]) -> str:

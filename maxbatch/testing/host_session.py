@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import sys
 import traceback
 import warnings
@@ -13,7 +12,7 @@ import pytest
 from _pytest._io import TerminalWriter
 from _pytest.runner import call_and_report
 
-from maxbatch.testing.messages import Answer, Phase, Raised, Reported, SessionOptions, Warned
+from maxbatch.testing.messages import Answer, Phase, Raised, Reported, SessionOptions, Warned, is_picklable
 from maxbatch.testing.pod import Pod, PodError
 
 
@@ -95,9 +94,9 @@ class HostSession:
         following = {"nextitem": self._tests.get(phase.following or "")} if phase.when == "teardown" else {}
         report = call_and_report(item, phase.when, log=False, **following)
         data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
-        data = {key: value for key, value in data.items() if _is_picklable(value)}
+        data = {key: value for key, value in data.items() if is_picklable(value)}
         data["user_properties"] = [
-            one if _is_picklable(one) else (one[0], repr(one[1])) for one in report.user_properties
+            one if is_picklable(one) else (one[0], repr(one[1])) for one in report.user_properties
         ]
         return Reported(data)
 
@@ -110,16 +109,8 @@ class HostSession:
         """Records a warning of a test."""
         message = warning_message.message
         if when == "runtest" and isinstance(message, Warning):
-            sent = message if _is_picklable(message) else UserWarning(f"{type(message).__name__}: {message}")
+            sent = message if is_picklable(message) else UserWarning(f"{type(message).__name__}: {message}")
             self._warnings.append(Warned(sent, warning_message.filename, warning_message.lineno))
-
-
-def _is_picklable(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True
 
 
 def _save_coverage() -> None:

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 When = Literal["setup", "call", "teardown"]
+
+
+def is_picklable(value: object) -> bool:
+    """Returns whether a message can hold a value."""
+    try:
+        pickle.dumps(value)
+    except Exception:
+        return False
+    return True
 
 
 # --- to a host ---

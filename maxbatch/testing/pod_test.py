@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import re
 import time
 import warnings
@@ -12,7 +11,7 @@ import pytest
 
 from maxbatch.testing.hosts import Hosts, Pool, Round, Shape
 from maxbatch.testing.merging import Merged, merge
-from maxbatch.testing.messages import Phase, Raised, Reported, SessionOptions, When
+from maxbatch.testing.messages import Phase, Raised, Reported, SessionOptions, When, is_picklable
 from maxbatch.testing.pod import PodError
 
 _TEARDOWN_S = 5.0  # which every test has
@@ -181,7 +180,7 @@ def _start(session: pytest.Session, shape: Shape) -> Hosts:
     folder = _temporary_folders(config).mktemp("pod")
     files = list(dict.fromkeys(str(item.path) for item in session.items if shape_of(item) == shape))
     arguments = [word for name in config.option.plugins for word in ("-p", name)]
-    given = {name: value for name, value in vars(config.option).items() if _is_picklable(value)}
+    given = {name: value for name, value in vars(config.option).items() if is_picklable(value)}
     option = {name: value for name, value in (given | _OWN_OPTIONS).items() if name in given and name != "file_or_dir"}
     # A host imports this package before pytest can rewrite its asserts.
     option["pythonwarnings"] = [*(option["pythonwarnings"] or []), "ignore::pytest.PytestAssertRewriteWarning"]
@@ -197,11 +196,3 @@ def _start(session: pytest.Session, shape: Shape) -> Hosts:
 def _temporary_folders(config: pytest.Config) -> pytest.TempPathFactory:
     found: pytest.TempPathFactory = config._tmp_path_factory  # type: ignore[attr-defined]
     return found
-
-
-def _is_picklable(value: object) -> bool:
-    try:
-        pickle.dumps(value)
-    except Exception:
-        return False
-    return True

@@ -19,6 +19,7 @@ import pytest
 from maxbatch.system import leases
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.leases import Lease, leased, take_lease
+from maxbatch.system.object_stores import read_version
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import as_path
@@ -124,16 +125,16 @@ def test_a_lease_whose_answers_were_lost_is_held(path: RemotePath, store: Store)
     with store.failing(share=1.0, at_most=1, kinds=("lost",), matching=LEASE_WRITES):
         held = take_lease(path, lambda _: None)
     assert isinstance(held, Lease)
-    _, taken = path.read_version()
+    _, taken = read_version(path.url)
     store.forget()
     with store.failing(share=1.0, at_most=1, kinds=("lost",), matching=LEASE_WRITES):
         end = time.monotonic() + 60
-        while path.read_version()[1] == taken and time.monotonic() < end:
+        while read_version(path.url)[1] == taken and time.monotonic() < end:
             time.sleep(0.1)
-    _, renewed = path.read_version()
-    while path.read_version()[1] == renewed and time.monotonic() < end:
+    _, renewed = read_version(path.url)
+    while read_version(path.url)[1] == renewed and time.monotonic() < end:
         time.sleep(0.1)
-    assert path.read_version()[1] != renewed, "it is renewed again"
+    assert read_version(path.url)[1] != renewed, "it is renewed again"
     held.check()
     held.close()
     assert not path.exists()

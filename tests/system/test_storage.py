@@ -16,6 +16,7 @@ from google.auth.exceptions import RefreshError, TransportError
 from maxbatch.system import object_stores
 from maxbatch.system.atomic_files import write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused
+from maxbatch.system.object_stores import read_version, remove_if, write_if
 from maxbatch.system.patience import Patience
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path, is_remote, probe, remove_tree, subfolders
@@ -98,10 +99,10 @@ OURS_ALONE = ("425",)
 REQUESTS: dict[str, Callable[[RemotePath, Path], object]] = {
     "write_bytes": lambda there, here: there.write_bytes(b"new"),
     "upload": lambda there, here: there.upload(here),
-    "write_if": lambda there, here: there.write_if(b"new", there.read_version()[1]),
+    "write_if": lambda there, here: write_if(there.url, b"new", read_version(there.url)[1]),
     "read_bytes": lambda there, here: there.read_bytes(),
     "read_range": lambda there, here: there.read_range(0, 2),
-    "read_version": lambda there, here: there.read_version(),
+    "read_version": lambda there, here: read_version(there.url),
     "is_file": lambda there, here: there.is_file(),
     "stat": lambda there, here: there.stat().st_size,
     "iterdir": lambda there, here: list(there.parent.iterdir()),
@@ -109,7 +110,7 @@ REQUESTS: dict[str, Callable[[RemotePath, Path], object]] = {
     "files": lambda there, here: there.parent.files(),
     "copy": lambda there, here: there.copy(there.with_name("copy")),
     "unlink": lambda there, here: there.unlink(),
-    "unlink_if": lambda there, here: there.unlink_if(there.read_version()[1]),
+    "remove_if": lambda there, here: remove_if(there.url, read_version(there.url)[1]),
 }
 
 
@@ -131,7 +132,7 @@ def test_what_fails_for_a_passing_reason_is_tried_again(store: Store, name: str,
     assert [status for *_, status in store.requests()].count(425) == 2
     if name in ("write_bytes", "upload", "write_if"):
         assert there.read_bytes() == b"new"
-    elif name.startswith("unlink"):
+    elif name in ("unlink", "remove_if"):
         assert not there.exists()
 
 
@@ -289,7 +290,7 @@ def test_preconditions_hold_at_the_proxy(store: Store) -> None:
     made: list[int] = []
 
     def create(number: int) -> None:
-        if path.write_if(str(number).encode(), None):
+        if write_if(path.url, str(number).encode(), None):
             made.append(number)
 
     threads = [threading.Thread(target=create, args=(n,)) for n in range(8)]
@@ -298,9 +299,9 @@ def test_preconditions_hold_at_the_proxy(store: Store) -> None:
     for thread in threads:
         thread.join()
     assert len(made) == 1
-    content, version = path.read_version()
+    content, version = read_version(path.url)
     assert content == str(made[0]).encode()
-    newer = path.write_if(b"renewed", version)
-    assert newer and path.write_if(b"late", version) is None
-    assert path.read_version() == (b"renewed", newer)
-    assert not path.unlink_if(version) and path.unlink_if(newer) and not path.exists()
+    newer = write_if(path.url, b"renewed", version)
+    assert newer and write_if(path.url, b"late", version) is None
+    assert read_version(path.url) == (b"renewed", newer)
+    assert not remove_if(path.url, version) and remove_if(path.url, newer) and not path.exists()

@@ -47,18 +47,17 @@ _STATE_OF_RANGED = ("_path", "_num_documents", "_num_tokens", "_hashes", "_check
 T = TypeVar("T")
 
 
-class DocumentTable(Protocol):
-    """The starts of documents in the order of the store; document d is tokens starts(d) to starts(d + 1) - 1."""
+class BlockTable(Protocol):
+    """The starts of documents in the order of the store; document d is tokens starts(d) to starts(d + 1) - 1.
+
+    Blocks of `block_documents` documents are read in memory that does not grow with their number.
+    """
 
     def containing(self, tokens_n: np.ndarray) -> np.ndarray:
         """Returns, for each token, the number of the last document that begins at or before it."""
 
     def starts(self, documents_n: np.ndarray) -> np.ndarray:
         """Returns the first token of each document; of the number after the last one, the token after all."""
-
-
-class BlockTable(DocumentTable, Protocol):
-    """A table that is read in blocks of `block_documents` documents, in memory that does not grow with their number."""
 
     @property
     def block_documents(self) -> int: ...
@@ -67,7 +66,11 @@ class BlockTable(DocumentTable, Protocol):
         """Returns of each block the starts of its documents and of the one after them."""
 
     def runs(self) -> Iterator[np.ndarray]:
-        """Yields the starts of all documents, some blocks at a time, and with each run the start after its last."""
+        """Yields the starts of all documents, some blocks at a time, and with each run the start after its last.
+
+        Raises:
+          ConfigError: the table is damaged.
+        """
 
 
 class LocalTable(ABC):
@@ -161,7 +164,7 @@ class RangedTable:
     """
 
     def __init__(
-        self, path: AnyPath, num_documents: int, num_tokens: int, blocks: Blocks | None = None, checksum: int = 0
+        self, path: AnyPath, num_documents: int, num_tokens: int, blocks: Blocks | None, checksum: int
     ) -> None:
         self._path, self._num_documents, self._num_tokens, self._hashes = path, num_documents, num_tokens, blocks
         self._checksum = checksum
@@ -214,21 +217,13 @@ class RangedTable:
         return self._at_once(self._block, numbers)
 
     def runs(self) -> Iterator[np.ndarray]:
-        return self.all_blocks(self._checksum)
-
-    def all_blocks(self, checksum: int) -> Iterator[np.ndarray]:
-        """Yields every block in order, reading the file once.
-
-        Raises:
-          ConfigError: it differs from its checksum, a CRC-32.
-        """
         step = _BLOCKS_OF_A_PASS * BLOCK_DOCUMENTS
         found, end = zlib.crc32(self._header), b""
         for starts in self._read_ahead(range(0, self._num_documents, step)):
             found, end = zlib.crc32(starts[:-1].data, found), starts[-1:].tobytes()
             for first in range(0, len(starts) - 1, BLOCK_DOCUMENTS):
                 yield starts[first : first + BLOCK_DOCUMENTS + 1]
-        if zlib.crc32(end, found) != checksum:
+        if zlib.crc32(end, found) != self._checksum:
             raise self._damaged("it differs from its checksum")
 
     def _read_ahead(self, firsts: Sequence[int]) -> Iterator[np.ndarray]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import ClassVar, Protocol
+from typing import TYPE_CHECKING
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import STORES
@@ -11,23 +11,16 @@ from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Lay, RowPlan, StoredRows, WholeLayout
-from maxbatch.data.stream.split import Fitted, Opened, Split
+from maxbatch.data.stream.split import Opened, Split
 from maxbatch.system.errors import ConfigError
+
+if TYPE_CHECKING:
+    from maxbatch.data.stream.recipe import StreamRecipe
 
 _WHOLE_DOCUMENTS = 1 << 18  # whose places are held in memory: 24 bytes each
 
 
-class DocumentRecipe(Protocol):
-    """The part of a kind of sample (`StreamRecipe`) that determines the cut of its documents."""
-
-    reads_blocks: ClassVar[bool]
-
-    def strategy(self, config: StreamConfig) -> str: ...
-
-    def fitted(self, config: StreamConfig, split: Split) -> Fitted: ...
-
-
-def open_documents(config: StreamConfig, split: Split, recipe: DocumentRecipe) -> Opened:
+def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> Opened:
     """Returns the rows of a split's documents, for a kind of sample.
 
     Raises:
@@ -41,7 +34,7 @@ def open_documents(config: StreamConfig, split: Split, recipe: DocumentRecipe) -
     return Opened(StoredRows(split.store, plan, num_documents, split.pad_id), num_overlong)
 
 
-def num_rows_if_cached(config: StreamConfig, split: Split, recipe: DocumentRecipe) -> int | None:
+def num_rows_if_cached(config: StreamConfig, split: Split, recipe: StreamRecipe) -> int | None:
     """Returns the number of rows, or None if documents would have to be packed."""
     if recipe.strategy(config) == "best_fit":
         found = find_best_fit(config.data_cache_dir, config.max_target_length, split.key)
@@ -49,7 +42,7 @@ def num_rows_if_cached(config: StreamConfig, split: Split, recipe: DocumentRecip
     return _open_plan(config, split, recipe)[0].num_rows
 
 
-def _open_plan(config: StreamConfig, split: Split, recipe: DocumentRecipe) -> tuple[RowPlan, int, int]:
+def _open_plan(config: StreamConfig, split: Split, recipe: StreamRecipe) -> tuple[RowPlan, int, int]:
     """Returns the cut of a split into rows, the number of its documents, and the number longer than a row."""
     records, strategy, length = split.records, recipe.strategy(config), config.max_target_length
     if isinstance(records, Records) and strategy == "concatenate":

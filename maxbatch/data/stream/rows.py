@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from maxbatch.data.store.blocks import MappedFile
-from maxbatch.data.store.document_table import DocumentTable, WholeTable
+from maxbatch.data.store.document_table import BlockTable, WholeTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens
 from maxbatch.data.store.store import Store
@@ -187,7 +187,7 @@ class ConcatenatePlan:
         shift_P = 0 if store_start_S is None else store_start_S[document_P] - start_P
         return Pieces(row_P, low_P + shift_P, high_P - low_P)
 
-    def _joined(self, first_n: np.ndarray, last_n: np.ndarray) -> tuple[DocumentTable, np.ndarray | None]:
+    def _joined(self, first_n: np.ndarray, last_n: np.ndarray) -> tuple[BlockTable, np.ndarray | None]:
         """Returns the starts of documents in the joined sequence, and in the store (None if equal)."""
         if self._store:
             return self._store.table, None

@@ -78,8 +78,8 @@ class Computed:
         return self.starts(np.arange(first, last)).tobytes()
 
 
-def ranged(saved: Saved | Computed, num_documents: int, num_tokens: int) -> RangedTable:
-    return RangedTable(saved, num_documents, num_tokens)  # type: ignore[arg-type]
+def ranged(saved: Saved | Computed, num_documents: int, num_tokens: int, checksum: int = 0) -> RangedTable:
+    return RangedTable(saved, num_documents, num_tokens, None, checksum)  # type: ignore[arg-type]
 
 
 @given(lengths=st.lists(st.integers(0, 9) | st.just(5000), min_size=1, max_size=300).filter(any))
@@ -105,9 +105,9 @@ def test_a_pass_over_a_table_reads_it_once_and_compares_its_checksum(num_documen
         patch.setattr(document_table, "BLOCK_DOCUMENTS", 8)
         patch.setattr(document_table, "_BLOCKS_OF_A_PASS", 3)
         saved = Saved(offsets)
-        table = ranged(saved, num_documents, int(offsets[-1]))
+        table = ranged(saved, num_documents, int(offsets[-1]), zlib.crc32(saved.content))
         saved.reads = 0
-        blocks = list(table.all_blocks(zlib.crc32(saved.content)))
+        blocks = list(table.runs())
         assert saved.reads == -(-num_documents // 24)
         assert [block.tolist() for block in blocks] == [
             offsets[first : first + 9].tolist() for first in range(0, num_documents, 8)
@@ -116,7 +116,7 @@ def test_a_pass_over_a_table_reads_it_once_and_compares_its_checksum(num_documen
             damaged = bytearray(saved.content)
             damaged[changed] ^= 1
             with pytest.raises(ConfigError, match="it differs from its checksum; prepare the store again"):
-                list(table.all_blocks(zlib.crc32(damaged)))
+                list(ranged(saved, num_documents, int(offsets[-1]), zlib.crc32(damaged)).runs())
 
 
 def test_memory_and_requests_do_not_grow_with_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
