@@ -76,7 +76,6 @@ class Heartbeats:
         self._handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(self._on_abort)  # kept alive as long as it is installed
 
     def start(self) -> None:
-        """Starts the beats and the watch."""
         if self._index:
             _set_handler(ctypes.cast(self._handler, ctypes.c_void_p))
         for thread in self._threads:

@@ -54,7 +54,6 @@ class Rollouts(NamedTuple):
     by_name: dict[str, np.ndarray]  # float32[R], the values of each reward function
 
     def pairs(self, rows: slice | np.ndarray) -> Rollouts:
-        """Returns some of the pairs."""
         found: Rollouts = jax.tree.map(lambda x: x[rows], self)
         return found
 

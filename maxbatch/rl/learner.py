@@ -113,7 +113,6 @@ class Learner:
         return done
 
     def step(self, state: TrainState, settings: UpdateSettings) -> tuple[TrainState, StepMetrics]:
-        """Takes the update of all added chunks."""
         assert self._sums is not None, "an update has a chunk"
         sums, self._sums = self._sums, None
         numbers = jax.tree.map(np.float32, settings)

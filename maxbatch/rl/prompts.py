@@ -43,8 +43,6 @@ _TEXTS_AT_ONCE = 1024
 
 @dataclass(frozen=True, eq=False)
 class Prompt:
-    """One prompt."""
-
     index: int  # in the stream of epochs, or in the held-out split
     text: str  # the prompt from template and record
     tokens: np.ndarray  # int32[n], 1 <= n <= `max_prefill_predict_length`; with `add_bos`, that token first
@@ -74,7 +72,6 @@ class Prompts:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer of the prompts."""
         return self.text.tokenizer
 
     @property
@@ -120,7 +117,6 @@ class PromptSource:
         self._fraction.refuse_empty(len(self._dataset.records), "prompts")
 
     def train(self) -> Prompts:
-        """Returns the training prompts."""
         return self._split(self._dataset, self._part(held_out=False), trains=True)
 
     @cached_property

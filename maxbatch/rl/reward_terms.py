@@ -66,5 +66,4 @@ def _parse_term(text: str, item: str) -> tuple[str, float]:
 
 
 def reward_error(reward: str, problem: object) -> ConfigError:
-    """Returns the error for a value of `reward`."""
     return ConfigError(f"reward={shown(repr(reward))}: {problem}")

@@ -42,7 +42,6 @@ class ResponseScores(NamedTuple):
     problem: str = ""  # the first failure or timeout, in words
 
     def to_json(self) -> dict[str, object]:
-        """Returns the scores as JSON, for the other hosts."""
         by_name = {name: values.tolist() for name, values in self.by_name.items()}
         arrays = (self.rewards.tolist(), by_name, self.failed.tolist(), self.timed_out.tolist())
         return dict(zip(self._fields, (*arrays, self.problem), strict=True))

@@ -52,6 +52,5 @@ class Transcripts:
             self._log.append({"step": step, "policy_version": version, "trained": trained})
 
     def close(self) -> None:
-        """Closes the file."""
         if self._log:
             self._log.close()

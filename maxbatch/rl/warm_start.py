@@ -87,7 +87,6 @@ def pretraining(config: RLConfig, batch: RLBatch, folder: AnyPath, documents: st
 
 
 def warm_start_folder(run_dir: str) -> str:
-    """Returns the folder of the warm start's run."""
     return str(as_path(run_dir) / WARM_START)
 
 

@@ -32,7 +32,6 @@ class RecordedOutcome(NamedTuple):
 
 
 def write_outcome(run_dir: AnyPath, outcome: RecordedOutcome) -> None:
-    """Records how a run ended."""
     write_json(run_dir / OUTCOME_FILE, outcome._asdict())
 
 

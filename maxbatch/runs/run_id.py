@@ -31,7 +31,6 @@ class RunIdentity:
 
     @classmethod
     def new(cls, is_older: bool) -> RunIdentity:
-        """Returns a new identity."""
         return cls(secrets.token_hex(8), is_older, "")
 
     def started(self) -> RunIdentity:

@@ -53,7 +53,6 @@ class PaceColumn(ProgressColumn):
         self._pace = pace
 
     def render(self, task: Task) -> Text:
-        """Returns the time left."""
         return Text(self._pace.left(task.completed), no_wrap=True)
 
 
@@ -93,7 +92,6 @@ class Bar(Progress):
     is_waiting = False
 
     def get_renderable(self) -> RenderableType:
-        """Returns the bar."""
         return AtLineStart(super().get_renderable()) if self.is_waiting else super().get_renderable()
 
 
@@ -121,7 +119,6 @@ class LinesAboveBar:
         self._task = self._bar.add_task(description, total=total, completed=done)
 
     def say(self, line: str) -> None:
-        """Prints a line, above the bar."""
         (self._lines if self._bar.disable else self._bar.console).print(line)
         self._pace.line_was_printed()
 

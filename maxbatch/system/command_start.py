@@ -9,7 +9,6 @@ _is_own_process = False
 
 
 def mark_start() -> None:
-    """Records the start of a command."""
     _STARTED[:] = [time.time()]
 
 

@@ -137,7 +137,6 @@ class RayTask(Generic[Answer]):
         self._ray.cancel(self._reference)
 
     def kill(self) -> None:
-        """Kills the worker process of the task."""
         self._ray.cancel(self._reference, force=True)
 
     def _meaning(self, error: BaseException) -> BaseException:

@@ -84,7 +84,6 @@ class RemotePath:
 
     @property
     def file_system(self) -> FileSystem:
-        """The fsspec file system of the path."""
         return file_system(split(self.url)[0])
 
     def ask(self, request: Callable[P, T], *arguments: P.args, **options: P.kwargs) -> T:
@@ -210,7 +209,6 @@ class RemotePath:
         return file if "b" in mode else io.TextIOWrapper(file, encoding="utf-8")
 
     def unlink(self, missing_ok: bool = False) -> None:
-        """Removes the object."""
         fences.ask(self.url)
         try:
             self.ask(gone_is_done(lambda: self.file_system.rm_file(self.url)))

@@ -17,7 +17,6 @@ _HOST = "maxbatch-host"  # the name of the plugin of a host's session
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Declares the marker."""
     config.addinivalue_line(
         "markers",
         "pod(devices, hosts=1, timeout=60): runs the test once on each host of a simulated pod of CPU devices, with "
@@ -68,7 +67,6 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Ends the hosts."""
     if any(item.get_closest_marker("pod") is not None for item in getattr(session, "items", [])):
         from maxbatch.testing.pod_test import close_pool
 

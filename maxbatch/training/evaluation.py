@@ -73,11 +73,9 @@ class Evaluator:
 
     @property
     def name(self) -> str:
-        """Name of the compiled program."""
         return f"eval-{self._shape.micro_batch}"
 
     def lower(self, abstract_params: State) -> jax.stages.Lowered:
-        """Returns the lowered program of one pass."""
         return self._jitted.lower(abstract_params, self._placement.abstract_batch(self._shape))
 
     def __call__(self, params: State) -> EvalResult:

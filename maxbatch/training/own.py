@@ -245,7 +245,6 @@ class _RoutedModel:
 
     @property
     def routing(self) -> RoutingSums:
-        """The sums of all calls."""
         if self._routing is None:
             raise ConfigError("objective: never called the model, so its experts cannot be counted")
         return self._routing

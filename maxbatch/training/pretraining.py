@@ -210,7 +210,6 @@ class OpenedPretraining:
         return self.parts.model is not None or self.parts.stream is not None
 
     def tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer that the config states."""
         return tokenizer_of(self.context.config)
 
     def plan(self, resume: Resume) -> PlannedPretraining:

@@ -32,7 +32,6 @@ INIT = "init"
 
 
 def step_name(shape: BatchShape) -> str:
-    """Returns the name of the update for a batch shape."""
     return f"step-{shape.micro_batch}-{shape.max_micro_batches}"
 
 

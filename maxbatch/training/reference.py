@@ -155,7 +155,6 @@ class ReferredRows:
         self.samples, self.reference, self.row_length = samples, reference, samples.row_length
 
     def place(self, index: int) -> SampleOrigin:
-        """Returns the origin of a sample."""
         return self.samples.place(index)
 
     def batch(self, indices: Indices) -> RowArrays:
@@ -163,7 +162,6 @@ class ReferredRows:
         return self.reference.beside(self.samples.batch(indices))
 
     def stats(self) -> dict[str, object]:
-        """Returns the figures of an epoch."""
         return self.samples.stats()
 
 
@@ -245,7 +243,6 @@ class ReferencePass:
         self._score = jax.jit(score, out_shardings=NamedSharding(mesh, P()))
 
     def lower(self, abstract_params: State) -> jax.stages.Lowered:
-        """Returns the lowered program of one pass."""
         return self._score.lower(abstract_params, self._placement.abstract_batch(self._shape))
 
     def __call__(

@@ -30,8 +30,6 @@ from maxbatch.training.weights.parameters import FirstParameters
 
 
 class TaskData(NamedTuple):
-    """The data of a task."""
-
     identity: Mapping[str, object]  # the keys and facts that a resume must agree with
     samples_per_epoch: int | None  # None for a mixture, which has no epoch of its own
     num_loading_hosts: int = 1  # hosts that read them
@@ -52,8 +50,6 @@ def check_same_data(stated: str, own: Mapping[str, object]) -> None:
 
 
 class TaskModel(NamedTuple):
-    """The model of a task."""
-
     identity: Mapping[str, object]  # identity that a resume must match
     flops_per_token: int  # of training, forward and backward
 

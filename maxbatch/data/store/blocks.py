@@ -123,7 +123,6 @@ class Blocks:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the file of hashes, in bytes."""
         return self._total * _HASH.itemsize
 
     def check(self, name: str, begin: int, data: bytes | memoryview | np.ndarray) -> None:
@@ -169,7 +168,6 @@ class Blocks:
 
     @cached_property
     def _mapped(self) -> MappedFile:
-        """The hashes on a disk."""
         return MappedFile(Path(str(self._folder / BLOCKS)), _HASH, self.num_bytes, None)
 
     @cached_property
@@ -200,7 +198,6 @@ class MappedFile:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of its values."""
         return self._array.dtype
 
     def __len__(self) -> int:
@@ -224,7 +221,6 @@ class MappedFile:
         return places >> self._shift
 
     def _check(self, chunks: np.ndarray) -> None:
-        """Checks chunks not checked yet."""
         assert self._blocks is not None, "without hashes, nothing is left to check"
         is_checked = self._is_checked[chunks]
         if is_checked.all():
@@ -244,7 +240,6 @@ class MappedFile:
 
 
 def damaged_file(path: AnyPath, problem: str) -> ConfigError:
-    """Returns the error for an unusable file of a store."""
     return ConfigError(
         f"{path}: the tokenised data cannot be used: {problem}; remove the folder, and prepare them again"
     )

@@ -218,7 +218,6 @@ class Texts(NamedTuple):
 
 
 def _prompted(record: Mapping[str, object]) -> Conversation | Texts:
-    """Returns the conversation of a record with prompt and completion."""
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return Texts(prompt, completion)

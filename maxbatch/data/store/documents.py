@@ -93,7 +93,6 @@ class DocumentSource:
 
     @property
     def size(self) -> int:
-        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
     def error(self, problem: str) -> ConfigError:

@@ -104,7 +104,6 @@ def _missing_shards(names: Iterable[str]) -> Iterator[str]:
 
 
 def open_file(file: SourceFile) -> BinaryIO:
-    """Opens a file of a dataset for reading."""
     return cast(BinaryIO, place_of(file.path).open("rb"))
 
 

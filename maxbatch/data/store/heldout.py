@@ -68,7 +68,6 @@ class Records:
 
     @property
     def are_all(self) -> bool:
-        """Whether all records are included."""
         return len(self) == self.total
 
     def __len__(self) -> int:

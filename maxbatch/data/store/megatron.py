@@ -110,7 +110,6 @@ class IndexTable(LocalTable):
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens of all documents."""
         return int(self.places_S[-1]) // self._layout.itemsize + int(self.lengths_S[-1])
 
     def _mapped(self, dtype: str, begin: int, count: int) -> np.ndarray:

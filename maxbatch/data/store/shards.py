@@ -50,7 +50,6 @@ class Shard:
     hashes: list[np.ndarray] = field(default_factory=list)  # uint32, of its blocks
 
     def add(self, job: Tokenised) -> None:
-        """Adds the documents of the next job."""
         self.jobs += 1
         self.facts.append(job)
 

@@ -145,7 +145,6 @@ class Tokenised:
         return int(np.frombuffer(self.lengths, np.int64).sum())
 
     def append(self, job: Tokenised) -> None:
-        """Appends the documents of the next job."""
         self.source_bytes += job.source_bytes
         self.held_out += [len(self.lengths) + number for number in job.held_out]
         self.lengths.extend(job.lengths)

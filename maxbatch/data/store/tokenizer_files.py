@@ -57,7 +57,6 @@ class _FileTokenizer(PlainTokenizer, Generic[L]):
         self.identity = f"{self.kind}:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
 
     def error(self, problem: str) -> ConfigError:
-        """Returns the error that blames the file for `problem`."""
         return ConfigError(f"tokenizer_path={shown(repr(str(self.file)))}: {problem}")
 
     def _content(self) -> bytes:
@@ -65,12 +64,10 @@ class _FileTokenizer(PlainTokenizer, Generic[L]):
 
     @cached_property
     def bos_id(self) -> int | None:
-        """The beginning-of-text token, or None."""
         return self._special("bos")
 
     @cached_property
     def eos_id(self) -> int | None:
-        """The end-of-text token, or None."""
         return self._special("eos")
 
     @cached_property
@@ -249,7 +246,6 @@ class SentencePieceTokenizer(_FileTokenizer["SentencePieceProcessor"]):
 
     @cached_property
     def vocab_size(self) -> int:
-        """Number of pieces."""
         return self._library.get_piece_size()
 
     def _encode(self, texts: list[str]) -> list[list[int]]:

@@ -62,7 +62,6 @@ class OwnRows:
             raise ConfigError("stream: holds no samples; works: at least one")
 
     def place(self, index: int) -> SampleOrigin:
-        """Returns the epoch and the row of a sample."""
         return SampleOrigin(0, index) if self.num_rows is None else SampleOrigin(*divmod(index, self.num_rows))
 
     def batch(self, indices: Indices) -> RowArrays:

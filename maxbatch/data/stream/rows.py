@@ -46,7 +46,6 @@ class Extents(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all of them."""
         return int((self.end_S - self.start_S).sum())
 
     def slots(self, slot_tokens: int) -> np.ndarray:

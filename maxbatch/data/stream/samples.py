@@ -24,8 +24,6 @@ Indices = Sequence[int] | np.ndarray
 
 
 class SampleOrigin(NamedTuple):
-    """The origin of a sample."""
-
     epoch: int  # of its source
     row: int  # in the split of its source
     source: str | None = None  # name in a mixture

@@ -16,12 +16,10 @@ class TrainedTokens(NamedTuple):
 
     @property
     def mean(self) -> float:
-        """The mean per row."""
         return self.total / self.num_rows
 
     @property
     def std(self) -> float:
-        """The standard deviation per row."""
         return math.sqrt(max(0.0, self.square_sum / self.num_rows - self.mean**2))
 
 

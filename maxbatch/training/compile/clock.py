@@ -55,7 +55,6 @@ class Schedule:
         return self.compute_cycles + self.kernel_cycles
 
     def dearest(self, number: int) -> list[Operation]:
-        """Returns the operations with the most cycles."""
         return [Operation(*key, cycles=round(cycles)) for key, cycles in self.operations.most_common(number)]
 
     def seconds(self, chip: Chip) -> float | None:

@@ -73,7 +73,6 @@ class StepLadder:
         return list(self._ready.items())
 
     def compile_rest(self, background: Background) -> None:
-        """Starts compiling the other steps."""
         for shape in self._later:
             background.start(partial(self._compile, shape))
 

@@ -53,7 +53,6 @@ class Slice:
 
     @property
     def num_chips(self) -> int:
-        """The chips of the slice."""
         return math.prod(self.layout)
 
     @property

@@ -92,7 +92,6 @@ class Answers:
         return [self.to(question, params) for question in self.questions]
 
     def to(self, question: Question, params: State) -> Answer:
-        """Answers one question."""
         begin = len(question.prompt)
         prompt_1xP = np.full((1, self._length), self.tokenizer.pad_id, np.int32)
         prompt_1xP[0, :begin] = question.prompt
@@ -122,5 +121,4 @@ class AnswersLog:
         self._show(step, "answers", "\n".join(f"    {line}" for line in text.splitlines()))
 
     def close(self) -> None:
-        """Closes the file."""
         self._log.close()

@@ -53,7 +53,6 @@ class Board:
         self._files += 1
 
     def append(self, record: Record) -> None:
-        """Adds the numbers of a record."""
         self._say_what_ended()
         shown = summary.Summary()
         for name, value in numbers_of(record):
@@ -70,7 +69,6 @@ class Board:
         self._write(0, merged)
 
     def text(self, step: int, name: str, text: str) -> None:
-        """Adds a text."""
         self._write(step, summary.text(name, text))
 
     def _write(self, step: int, shown: summary.Summary) -> None:
@@ -123,7 +121,6 @@ class Board:
             self._open()
 
     def close(self) -> None:
-        """Closes the file."""
         with self._stack:
             try:
                 self.sync()

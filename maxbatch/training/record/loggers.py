@@ -160,7 +160,6 @@ class Guarded(Output):
         self._is_left_out = False
 
     def append(self, record: Record) -> None:
-        """Queues a record."""
         self._hand_on(lambda: self._logger.append(record))
 
     def sync(self) -> None:
@@ -238,20 +237,17 @@ class MLflow(Output):
         return str(self._client.create_run(experiment_id, run_name=run.name).info.run_id)
 
     def append(self, record: Record) -> None:
-        """Buffers the numbers of a record."""
         now = int(time.time() * 1000)
         self._waiting += [self._point(name, value, now, record[Metric.STEP]) for name, value in numbers_of(record)]
         if len(self._waiting) > 5 * _MOST_IN_A_CALL or time.monotonic() - self._flushed > _FLUSH_S:
             self.sync()
 
     def sync(self) -> None:
-        """Sends the pending records."""
         for first in range(0, len(self._waiting), 9 * _MOST_IN_A_CALL):
             self._client.log_batch(self.run_id, metrics=self._waiting[first : first + 9 * _MOST_IN_A_CALL])
         self._waiting, self._flushed = [], time.monotonic()
 
     def close(self) -> None:
-        """Ends the run."""
         self.sync()
         self._client.set_terminated(self.run_id)
 

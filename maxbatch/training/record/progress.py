@@ -92,7 +92,6 @@ class RunProgress:
                 self._pause_s = pause_s
 
     def _explain(self, silent_s: float) -> None:
-        """Explains a long compilation, once."""
         if not self._has_explained and silent_s >= _SLOW_COMPILE_S and self._doing() == TimePart.COMPILING:
             self._has_explained = True
             self._console.print(folded(_OF_SLOW_COMPILE, 2, self._width))

@@ -50,7 +50,6 @@ class ObjectiveSums(NamedTuple):
 
 
 def sum_of_weights(rows: TokenRows) -> jax.Array:
-    """Returns the sum of the loss weights of rows."""
     return jnp.sum(rows.weights)
 
 

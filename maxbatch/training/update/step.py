@@ -105,7 +105,6 @@ def make_train_step(
 
 
 def abstract_settings() -> UpdateSettings:
-    """Returns the shapes of a compiled update's settings."""
     settings: UpdateSettings = jax.tree.map(lambda _: jax.ShapeDtypeStruct((), jnp.float32), AT_REST)
     return settings
 

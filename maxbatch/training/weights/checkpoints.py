@@ -69,7 +69,6 @@ def model_identity(config: UpdateConfig) -> dict[str, object]:
 
 
 def _items(state: TrainState) -> list[tuple[str, object]]:
-    """Returns the items of a checkpoint, by name."""
     return [(name, part) for name, part in state.saved._asdict().items() if part is not None]
 
 

@@ -66,13 +66,11 @@ class StoredArrays(NamedTuple):
     sizes: Mapping[str, int]  # bytes of the files that are there
 
     def num_bytes(self, name: str) -> int:
-        """Returns the size of a block."""
         array, spans = block_of(name)
         return math.prod(sides(spans)) * np.dtype(self.forms[array].dtype).itemsize
 
 
 def block_name(array: int, spans: Spans) -> str:
-    """Returns the name of a block."""
     return f"{array}:{','.join(f'{first}-{last}' for first, last in spans)}"
 
 
@@ -142,7 +140,6 @@ def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -
 
 
 def _filled(blocks: Mapping[str, np.ndarray]) -> Iterator[list[str]]:
-    """Yields the blocks of each file."""
     group, size = list[str](), 0
     for name, block in blocks.items():
         if group and size + block.nbytes > _MOST_FILE:

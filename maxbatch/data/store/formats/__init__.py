@@ -61,11 +61,9 @@ class TextFiles:
     bad: Bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        """Yields the whole file."""
         yield Piece(file, 0, file.size, file.size)
 
     def documents(self, piece: Piece) -> Iterator[bytes]:
-        """Yields the file's bytes."""
         with open_file(piece.file) as file:
             yield checked_utf8(file.read(), piece.file.path, self.bad)
 

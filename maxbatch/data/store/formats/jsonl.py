@@ -43,7 +43,6 @@ class JsonLines:
                 yield Piece(file, begin, end, end - begin)
 
     def documents(self, piece: Piece) -> Iterator[bytes]:
-        """Yields the text of each line."""
         with open_file(piece.file) as stream:
             if piece.cut is None:
                 lines = _lines(stream, piece.begin, piece.end)
