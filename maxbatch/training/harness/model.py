@@ -5,7 +5,7 @@ Requests become tokens and answers become figures by the harness's own rules, as
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,11 +15,39 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import Message
+from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.system.errors import ConfigError
-from maxbatch.training.harness.asked_model import AskedModel
+from maxbatch.training.scoring import RowScores
 
 _MAX_NEW_TOKENS = 256  # default of a task, as in the harness
+
+
+class AskedModel(Protocol):
+    """A model for the harness."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The tokenizer of the model."""
+
+    @property
+    def context(self) -> int:
+        """The model's largest context, in tokens."""
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """The ids that end a text, besides the tokenizer's own end."""
+
+    def first_ids(self) -> list[int]:
+        """Returns the token put before a text, if any."""
+
+    def scorer(self, most_rows: int | None = None) -> Callable[[Sequence[np.ndarray]], list[RowScores]]:
+        """Returns the function that assigns log-probabilities to tokens."""
+
+    def completer(
+        self, most_rows: int | None = None
+    ) -> Callable[[Sequence[Sequence[int]], SamplingRules, Sequence[str]], list[str]]:
+        """Returns the function that completes prompts."""
 
 
 class _Request(Protocol):

@@ -25,7 +25,7 @@ class RunModel:
     Its programs are kept between evals.
 
     Args:
-      tokenizer, context, end_ids: as in `maxbatch.training.harness.asked_model.AskedModel`.
+      tokenizer, context, end_ids: as in `maxbatch.training.harness.model.AskedModel`.
       params: of the model, or their shapes; `ask` gives others.
     """
 

@@ -10,7 +10,7 @@ import random
 import sys
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from jax.errors import JaxRuntimeError
@@ -18,8 +18,10 @@ from jax.errors import JaxRuntimeError
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.system.errors import ConfigError, TrainingError
-from maxbatch.training.harness.asked_model import AskedModel
 from maxbatch.training.harness.task_files import check_task_files
+
+if TYPE_CHECKING:
+    from maxbatch.training.harness.model import AskedModel
 
 # The harness's own seeds, for the same few-shot examples and shuffled documents as its command.
 _RANDOM_SEED, _OTHER_SEED = 0, 1234
