@@ -57,10 +57,6 @@ class RemotePath:
         return self.url.rpartition("/")[2]
 
     @property
-    def stem(self) -> str:
-        return PurePosixPath(self.name).stem
-
-    @property
     def suffix(self) -> str:
         return PurePosixPath(self.name).suffix
 

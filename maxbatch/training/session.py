@@ -393,7 +393,8 @@ class Session(Generic[B]):
             is_last = step == self.total_steps
             saves = ends_batch and (is_last or is_due(config.checkpoint_period, last_end, step))
             evaluates = ends_batch and running.evaluates and (is_last or is_due(config.eval_interval, last_end, step))
-            keeps = self._local is not None and ends_batch and not is_last and self._is_due_locally(last_end, step)
+            keeps = self._local is not None and ends_batch and not is_last
+            keeps = keeps and is_due(config.local_checkpoint_period, last_end, step)
             pauses = saves or keeps or evaluates or step == first_step or profiler.ends_after(step)
             if pauses or running.takes_turns:
                 recorder.catch_up(partial(self._evaluate, running, state, step) if evaluates else None)
@@ -424,9 +425,6 @@ class Session(Generic[B]):
                 self.folder.check()
                 recorder.sync()
                 self.checkpoints.save(state, recorder.position, running.ahead())
-
-    def _is_due_locally(self, last_end: int, step: int) -> bool:
-        return is_due(self.config.local_checkpoint_period, last_end, step)
 
     def _save_locally(self, state: TrainState, recorder: Recorder) -> None:
         assert self._local is not None

@@ -144,6 +144,10 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
         check()
         write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
         shards.tidy(list(manifest["sizes"]))
+    return _opened(folder)
+
+
+def _opened(folder: AnyPath) -> TokenStore:
     store = open_folder(folder)
     if store is None:
         raise OSError(f"the store {folder} was damaged right after it was written")
@@ -255,7 +259,4 @@ def _publish(building: Path, folder: Path) -> TokenStore:
         if folder.exists():
             os.rename(folder, old)
         os.rename(building, folder)
-    store = open_folder(folder)
-    if store is None:
-        raise OSError(f"the store {folder} was damaged right after it was written")
-    return store
+    return _opened(folder)
