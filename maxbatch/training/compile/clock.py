@@ -202,7 +202,7 @@ def transfers(instructions: Sequence[Instruction], module: Module) -> Iterator[T
         kind = one.opcode.removesuffix("-start")
         if kind in _COLLECTIVES:
             is_start = one.opcode.endswith("-start")
-            end = _end(instructions, index) if is_start else index
+            end = _span(instructions, index)[1] if is_start else index
             size = _wire_bytes(kind, one, shapes, instructions[end].shape if is_start else one.shape)
             yield Transfer(size, range(index + 1, end))
         elif one.opcode in ("fusion", "async-start", "call-start", "custom-call-start"):
@@ -232,11 +232,6 @@ def _carries_computation(one: Instruction) -> bool:
     """Returns whether an instruction runs a collective in parallel with another operation's computation."""
     called = one.attribute("calls") or ""
     return one.opcode == "fusion" and not any(name in called for name in _OPEN_FUSIONS)
-
-
-def _end(instructions: Sequence[Instruction], start: int) -> int:
-    """Returns the index where an asynchronous operation ends: its done, else the computation's end."""
-    return _span(instructions, start)[1]
 
 
 def _span(instructions: Sequence[Instruction], start: int) -> tuple[int, int]:

@@ -206,9 +206,8 @@ def _refused(
     from maxbatch.training.compile.cache import without_persistent_cache
 
     here = next((one for one in devices if one.process_index == jax.process_index()), devices[0])
-    place = jax.sharding.SingleDeviceSharding(here)
     with without_persistent_cache():
-        lowered = jax.jit(_add_one, in_shardings=place, out_shardings=place).lower(jax.ShapeDtypeStruct((8,), "int32"))
+        lowered = _trial_program(here)
         left, refused = dict(flags), dict[str, str | None]()
         while True:
             options: dict[str, str | bool] = {name.removeprefix("--"): value or "true" for name, value in left.items()}
@@ -224,8 +223,13 @@ def _refused(
                 refused |= {name: left.pop(name) for name in named}
 
 
-def _add_one(x: jax.Array) -> jax.Array:
-    return x + 1
+def _trial_program(device: jax.Device) -> jax.stages.Lowered:
+    import jax
+
+    place = jax.sharding.SingleDeviceSharding(device)
+    add_one = jax.jit(lambda x: x + 1, in_shardings=place, out_shardings=place)
+    lowered: jax.stages.Lowered = add_one.lower(jax.ShapeDtypeStruct((8,), "int32"))
+    return lowered
 
 
 def named_flags(message: str, flags: Iterable[str]) -> list[str]:
@@ -247,7 +251,7 @@ def _try(flags: Mapping[str, str | None], version: str, data_cache_dir: str) -> 
     if recall(known):
         return
     variables = os.environ | {VARIABLE: text, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "maxbatch.training.compile.flag_trial", version]
+    command = [sys.executable, "-m", "maxbatch.training.compile.flags", version]
     try:
         done = subprocess.run(
             command, env=variables, capture_output=True, text=True, timeout=_LONGEST_TRIAL_S, stdin=subprocess.DEVNULL
@@ -298,3 +302,18 @@ def parse(text: str) -> dict[str, str | None]:
 def text_of(flags: Mapping[str, str | None]) -> str:
     """Formats flags, such as `--a=1 --b`."""
     return " ".join(name if value is None else f"{name}={value}" for name, value in flags.items())
+
+
+def _main() -> None:
+    """Compiles the trial program for the TPU version in the first argument, with the flags of `LIBTPU_INIT_ARGS`.
+
+    libtpu ends a process with an unknown flag, and names the flag on standard error.
+    """
+    from maxbatch.training.compile.target import find_target
+    from maxbatch.training.compile.topology import smallest_slice
+
+    _trial_program(find_target(smallest_slice(sys.argv[1])).devices[0]).compile()
+
+
+if __name__ == "__main__":
+    _main()

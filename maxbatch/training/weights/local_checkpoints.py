@@ -49,6 +49,7 @@ from maxbatch.training.weights.shard_files import (
     bytes_of,
     cut,
     missing_array,
+    num_bytes,
     read_blocks,
     sides,
 )
@@ -401,7 +402,7 @@ def _sent(
 
     They go through the devices in pieces of equal size, so that one program sends them all.
     """
-    sizes = [np.dtype(forms[block_of(name)[0]].dtype).itemsize * _size(name) for name in names]
+    sizes = [num_bytes(forms, name) for name in names]
     total = sum(sizes)
     piece = min(_MOST_SENT, -(-total // 4) * 4)
     content = np.zeros(-(-total // piece) * piece if total else 0, np.uint8)
@@ -418,7 +419,3 @@ def _sent(
             received[name] = block.reshape(sides(spans))
         end += size
     return received
-
-
-def _size(name: str) -> int:
-    return int(np.prod(sides(block_of(name)[1]), dtype=np.int64))

@@ -16,7 +16,7 @@ from maxbatch.config.values import shown
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
-from maxbatch.runs.position import CheckpointRecord, Origin, committed_steps, is_committed
+from maxbatch.runs.position import CheckpointRecord, Origin, is_committed, last_saved
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.weights.checkpoint_reading import Adapting, is_checkpoint
@@ -121,7 +121,7 @@ def _is_run(path: str) -> bool:
 
 
 def _newest_step(path: str) -> int | None:
-    return next(iter(committed_steps(as_path(path).absolute())), None) if _is_run(path) else None
+    return last_saved(as_path(path).absolute()) if _is_run(path) else None
 
 
 class RunOrigin:

@@ -66,8 +66,7 @@ class StoredArrays(NamedTuple):
     sizes: Mapping[str, int]  # bytes of the files that are there
 
     def num_bytes(self, name: str) -> int:
-        array, spans = block_of(name)
-        return math.prod(sides(spans)) * np.dtype(self.forms[array].dtype).itemsize
+        return num_bytes(self.forms, name)
 
 
 def block_name(array: int, spans: Spans) -> str:
@@ -84,6 +83,12 @@ def block_of(name: str) -> tuple[int, Spans]:
 def sides(spans: Spans) -> tuple[int, ...]:
     """Returns the shape of a rectangle."""
     return tuple(last - first for first, last in spans)
+
+
+def num_bytes(forms: Sequence[ArrayForm], name: str) -> int:
+    """Returns the size of a block."""
+    array, spans = block_of(name)
+    return math.prod(sides(spans)) * np.dtype(forms[array].dtype).itemsize
 
 
 def within(part: Spans, whole: Spans) -> tuple[slice, ...]:
