@@ -105,7 +105,7 @@ class LoadedModel:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The tokenizer of the model."""
-        tokenizer = tokenizer_of(self.config)
+        tokenizer = tokenizer_of(self.config.stream)
         check_vocabulary(self.config, tokenizer.vocab_size)
         return tokenizer
 

@@ -72,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     source = open_source(args.run_dir, args.averaged)
     config = source.config(args.overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
-    tokenizer = tokenizer_of(config)
+    tokenizer = tokenizer_of(config.stream)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer states

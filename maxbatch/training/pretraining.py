@@ -210,7 +210,7 @@ class OpenedPretraining:
         return self.parts.model is not None or self.parts.stream is not None
 
     def tokenizer(self) -> Tokenizer:
-        return tokenizer_of(self.context.config)
+        return tokenizer_of(self.context.config.stream)
 
     def plan(self, resume: Resume) -> PlannedPretraining:
         """Plans the run; `compiled_dir` must fit."""

@@ -2,32 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, ClassVar
 
 from maxbatch.config.keys import Fixes
 from maxbatch.config.recipes import Recipe
 from maxbatch.config.sections import DataConfig, names_fixing
 
 if TYPE_CHECKING:
-    from maxbatch.data.store.conversations import Encoded
+    from maxbatch.data.store.conversations import Conversations
     from maxbatch.data.store.store import Manifest
     from maxbatch.data.store.tokenizers import Tokenizer
-
-
-class RecordEncoder(Protocol):
-    """An encoder of records as documents, each of whose tokens is trained on or not."""
-
-    @property
-    def identity(self) -> dict[str, object]:
-        """The values that fix the tokens of records, besides the tokenizer."""
-
-    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | None]:
-        """Returns the documents of records, which are JSON objects; None for a record that is left out.
-
-        Raises:
-          RecordError: a record that cannot be used.
-        """
 
 
 class StoreRecipe(Recipe):
@@ -35,7 +20,7 @@ class StoreRecipe(Recipe):
 
     documents_per_record: ClassVar[int] = 1
 
-    def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> RecordEncoder | None:
+    def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> Conversations | None:
         """Returns the encoder of records; None: a document is a text."""
         return None
 

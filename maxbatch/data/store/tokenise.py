@@ -16,10 +16,9 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.conversations import RecordError
+from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
-from maxbatch.data.store.recipe import RecordEncoder
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.system.errors import TrainingError
@@ -51,7 +50,7 @@ class Tokeniser:
     source: DocumentSource
     tokenizer: Tokenizer
     layout: TokenLayout
-    encoder: RecordEncoder | None = None  # makes documents of records, if they are not texts
+    encoder: Conversations | None = None  # makes documents of records, if they are not texts
 
     def tokenise(self, job: Sequence[Piece], file: Writable) -> Tokenised:
         """Writes the tokens of a job's documents to a file; raises ConfigError if one cannot be read."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from maxbatch.config.combined import StreamConfig
 from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown, utf8_of
@@ -16,22 +17,6 @@ from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxbatch.data.store.chat_template import ChatTemplate
-
-
-class StreamKeys(Protocol):
-    """The keys that choose the tokenizer of data."""
-
-    @property
-    def dataset_type(self) -> str: ...
-
-    @property
-    def tokenizer_type(self) -> str: ...
-
-    @property
-    def tokenizer_path(self) -> str: ...
-
-    @property
-    def vocab_size(self) -> int: ...
 
 
 class Tokenizer(Protocol):
@@ -155,7 +140,7 @@ class NoTokenizer(PlainTokenizer):
         )
 
 
-def tokenizer_of(config: StreamKeys) -> Tokenizer:
+def tokenizer_of(config: StreamConfig) -> Tokenizer:
     """Returns the tokenizer of a config's data; data of token ids have the stated one, or none."""
     if config.dataset_type == "megatron" and config.tokenizer_type == "byte":
         check_tokenizer(config.tokenizer_type, config.tokenizer_path)

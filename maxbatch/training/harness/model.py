@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -48,13 +49,6 @@ class AskedModel(Protocol):
         self, most_rows: int | None = None
     ) -> Callable[[Sequence[Sequence[int]], SamplingRules, Sequence[str]], list[str]]:
         """Returns the function that completes prompts."""
-
-
-class _Request(Protocol):
-    """A request of the harness."""
-
-    @property
-    def args(self) -> tuple[Any, ...]: ...
 
 
 class HarnessModel(TemplateLM):
@@ -113,12 +107,12 @@ class HarnessModel(TemplateLM):
             )
         return self._chat.text(list(chat_history))
 
-    def loglikelihood(self, requests: Sequence[_Request], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
+    def loglikelihood(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[tuple[float, bool]]:
         """Returns each continuation's log-probability, and whether its tokens are the likeliest."""
         found: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
         return found
 
-    def loglikelihood_rolling(self, requests: Sequence[_Request], disable_tqdm: bool = True) -> list[float]:
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[float]:
         """Returns each whole text's log-probability, in windows of the model's context."""
         windows: list[tuple[tuple[str, str], list[int], list[int]]] = []
         owners: list[int] = []
@@ -152,7 +146,7 @@ class HarnessModel(TemplateLM):
             found.append((float(np.sum(logprobs, dtype=np.float64)), bool(is_likeliest.all())))
         return found
 
-    def generate_until(self, requests: Sequence[_Request], disable_tqdm: bool = True) -> list[str]:
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = True) -> list[str]:
         """Completes each context, up to the request's stop texts."""
         found = [""] * len(requests)
         by_rules: dict[tuple[SamplingRules, tuple[str, ...]], list[int]] = {}
