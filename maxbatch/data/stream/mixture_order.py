@@ -212,11 +212,6 @@ class StagedOrder:
     def __reduce__(self) -> tuple[type[StagedOrder], tuple[tuple[MixtureStage, ...]]]:
         return StagedOrder, (self.stages,)
 
-    @property
-    def weights(self) -> tuple[Fraction, ...]:
-        """The weights of the first stage."""
-        return self.stages[0].weights
-
     def at(self, indices: Sequence[int] | np.ndarray) -> Origins:
         """Returns the origins of the samples with these indices, each at least 0."""
         try:

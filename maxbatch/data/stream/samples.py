@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from maxbatch.data.stream.grain import index_shuffle
-from maxbatch.data.stream.mixture_order import Origins, StagedOrder, WeightedOrder
+from maxbatch.data.stream.mixture_order import Origins, StagedOrder
 from maxbatch.data.stream.rows import RowArrays, RowSource
 from maxbatch.data.stream.trained_tokens import TrainedTokens
 
@@ -60,7 +60,7 @@ class Epochs:
 
 
 class InTurn:
-    """An order of sources in turn, each sample once; otherwise like `WeightedOrder`."""
+    """An order of sources in turn, each sample once; otherwise like `StagedOrder`."""
 
     def __init__(self, num_rows: Sequence[int]):
         self._ends = np.cumsum(num_rows)
@@ -79,7 +79,7 @@ class InTurn:
 class Mixed:
     """Samples of several sources, numbered as in their order."""
 
-    def __init__(self, sources: Mapping[str, Epochs], order: WeightedOrder | StagedOrder | InTurn):
+    def __init__(self, sources: Mapping[str, Epochs], order: StagedOrder | InTurn):
         self._order = order
         self._names, self._epochs = list(sources), list(sources.values())
         self.row_length = self._epochs[0].row_length
@@ -107,11 +107,10 @@ class Mixed:
         together = _figures([epochs.rows for epochs in self._epochs]) | {"sources": sources}
         if isinstance(self._order, InTurn):
             return together
-        for figures, weight in zip(sources.values(), self._order.weights, strict=True):
-            figures["weight"] = float(weight)
-        for stage in self._order.stages[1:] if isinstance(self._order, StagedOrder) else ():
+        for stage in self._order.stages:
+            name = f"weight from {stage.start}" if stage.start else "weight"
             for figures, weight in zip(sources.values(), stage.weights, strict=True):
-                figures[f"weight from {stage.start}"] = float(weight)
+                figures[name] = float(weight)
         return together
 
 

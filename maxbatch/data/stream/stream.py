@@ -12,7 +12,7 @@ from maxbatch.config.config import Config, as_config
 from maxbatch.config.values import shown
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
-from maxbatch.data.stream.mixture_order import StagedOrder, WeightedOrder
+from maxbatch.data.stream.mixture_order import StagedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import RowArrays
@@ -194,9 +194,7 @@ def _mixed(
         parts[name] = _epochs(config, source, None if held_out else key)
     if held_out:
         return Mixed(parts, InTurn([source.rows.num_rows for source in sources.values()]))
-    if mixture[0].later:
-        return Mixed(parts, StagedOrder(stages_of(mixture)))
-    return Mixed(parts, WeightedOrder([source.weight for source in mixture]))
+    return Mixed(parts, StagedOrder(stages_of(mixture)))
 
 
 def _mixture_identity(config: StreamConfig, sources: dict[str, SourceRows]) -> Identity:
