@@ -30,8 +30,6 @@ class Bench:
     """The runs of a trainer on the rows of one seed.
 
     Args:
-      subject: the trainer.
-      data: the rows.
       import_make: returns its `make` in a new process; None: imports it by the name of its module.
 
     Attributes:

@@ -59,9 +59,6 @@ def cause(bench: Bench, name: str, broken: Broken, known: Mapping[str, str | Non
     """Returns the key in CAUSES of a broken promise, or None.
 
     Args:
-      bench: its runs.
-      name: of the promise.
-      broken: its smallest counterexample.
       known: all broken promises, and the causes of those before it.
     """
     trial = broken.trial

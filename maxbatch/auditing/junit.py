@@ -15,7 +15,6 @@ def junit_xml(name: str, found: Audit) -> str:
 
     Args:
       name: of the test suite, such as `trainer.py:make`.
-      found: the audit.
     """
     broken = len(found.broken)
     skipped = sum(verdict.status == "not applicable" for verdict in found.verdicts)

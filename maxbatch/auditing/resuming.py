@@ -51,10 +51,7 @@ def resumed_elsewhere(
     """Returns a run that a new process continues after `save_after` updates.
 
     Args:
-      subject: the trainer.
       import_make: returns its `make` there; None: by the name of its module.
-      layout: of its batches.
-      batches: of all updates.
       save_after: updates before the state is saved.
 
     Raises:

@@ -82,9 +82,6 @@ class Subject:
 
     Making a trainer may compile it. Trainers are reused, unless repeating a run in the same kind of layout (one
     or several devices, one or several passes) gives other numbers.
-
-    Args:
-      make: returns a trainer for a layout.
     """
 
     def __init__(self, make: Make) -> None:

@@ -24,7 +24,6 @@ def check_agreed(facts: Facts, remedy: str, where: str = "") -> None:
     Hosts exchange a hash first, and the facts themselves only where it differs.
 
     Args:
-      facts: of this host.
       remedy: ends the message.
       where: begins it.
 

@@ -58,7 +58,6 @@ class Heartbeats:
     Args:
       store: the client of the coordination service.
       address: HOST:PORT of that service.
-      timeout_s: `heartbeat_timeout_s`.
       last_saved: the newest saved step, for the message about a dead host.
     """
 

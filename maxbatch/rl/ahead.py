@@ -27,7 +27,6 @@ class BatchesAhead:
     """The batches of a run in stream order; a context manager.
 
     Args:
-      workshop: the parts that make them.
       first: the index of the next prompt.
       num_prompts: returns the number of groups of a batch, by the index of its first prompt.
       is_apart: whether the devices that sample do not train.

@@ -75,9 +75,7 @@ class CollectedBatch:
     They are collected once, for the batch's first update at the latest, and kept for the others.
 
     Args:
-      workshop: the parts that make them.
       first: the index of the first prompt that is read.
-      num_prompts: the groups to collect.
       read: the responses to all prompts that the batch reads, if they are sampled already.
     """
 

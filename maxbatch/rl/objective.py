@@ -63,8 +63,6 @@ def pair_losses(
 
     Args:
       logprobs_MxL: float32, of each token under the trained parameters.
-      pairs: the chunk.
-      config: the form of the loss.
 
     Returns:
       (loss_sum, weight_sum, `SUMS` by name), float32 scalars. The weighted mean is over all tokens (token-mean), over

@@ -17,9 +17,6 @@ class Transcripts:
     of updates after `step`, which will be redone.
 
     Args:
-      folder: the folder of the run.
-      show: takes the texts of evals.
-      step: updates done.
       period: batches between lines of a batch; -1: no lines.
     """
 
@@ -45,7 +42,6 @@ class Transcripts:
           step: the batch's first update, from 1.
           number: the batch's number, from 0.
           version: updates behind the sampling policy.
-          batch: the batch, fully sampled.
         """
         if self._log and self._period > 0 and number % self._period == 0:
             trained = [response._asdict() for response in batch.responses()]

@@ -31,7 +31,6 @@ def locked(folder: AnyPath, does: str) -> Iterator[BinaryIO]:
     """Holds the lock of a command on the folder of its runs, which children inherit: it is free once all have ended.
 
     Args:
-      folder: the folder, which is made if needed.
       does: the command's work in it, for the message to another command.
 
     Raises:
@@ -127,7 +126,6 @@ class Supervisor(Generic[T]):
 
     Args:
       start: starts the process of a run, from its folder and the arguments of `maxbatch train`.
-      parallel: most processes at a time.
     """
 
     def __init__(

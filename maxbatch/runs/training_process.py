@@ -23,8 +23,6 @@ class TrainingProcess:
 
     Args:
       lock: an open lock that the process holds too, so that no other command starts the run before it has ended.
-      run_dir: the run folder.
-      arguments: of `maxbatch train`.
     """
 
     def __init__(self, lock: BinaryIO, run_dir: AnyPath, arguments: Sequence[str]) -> None:

@@ -104,14 +104,7 @@ def progress_bar(console: Console, pace: Pace, disable: bool = False) -> Bar:
 
 
 class LinesAboveBar:
-    """One bar for many runs, with lines above it; without a terminal, only the lines.
-
-    Args:
-      console: receives the lines.
-      total: the work of all runs.
-      done: work already done.
-      description: the state of the work.
-    """
+    """One bar for many runs, with lines above it; without a terminal, only the lines."""
 
     def __init__(self, console: Console, total: int, done: int, description: str = "") -> None:
         self._lines, self._pace = console, Pace(total, done)

@@ -55,7 +55,6 @@ class Lease:
     """A held lease; `close` releases it.
 
     Args:
-      version: the version written by this process.
       since: the clocks at the start of the request that wrote it.
 
     Attributes:

@@ -155,9 +155,7 @@ class RayPool(Generic[Item, Answer]):
     """Tasks that call one function, with the interface of `WorkerPool`; a context manager.
 
     Args:
-      cluster: where they run.
       setup: called once in each worker process; returns the function that is called for each item.
-      variables: environment variables of the worker processes.
     """
 
     def __init__(

@@ -20,8 +20,6 @@ class HostSession:
     """A pytest session, opened once for all tests of a host; also its plugin.
 
     Args:
-      options: of the caller's session.
-      pod: the result of the fixture `pod`.
       connection: from which the later phases of a test are read.
     """
 

@@ -89,9 +89,7 @@ class Hosts:
     """The hosts of one pod.
 
     Args:
-      shape: of the pod.
       session: options of the pytest session of each host; None: hosts call functions.
-      folder: where they start.
       shows_output: hosts print to this process's output; else `output` returns their text.
     """
 

@@ -52,7 +52,6 @@ class PodTest:
 
     Args:
       item: the test; its own phases are replaced.
-      nextitem: the test after it.
     """
 
     def __init__(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:

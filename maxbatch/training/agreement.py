@@ -35,7 +35,6 @@ def check_same_start(command: str, stated: Mapping[str, str]) -> None:
     """Checks that all hosts start the same command with the same config, versions and devices.
 
     Args:
-      command: `train` or `rl`.
       stated: the config (`facts_of`) before `flags_in_force`, which compares the flags of the TPU's compiler itself,
         and a user's own parts of the run by their argument.
 

@@ -195,8 +195,6 @@ def find_reference(
     Args:
       mark: of the first parameters (`RunOrigin.mark`).
       resumes: whether the run has a checkpoint.
-      read: of the training stream.
-      held_out: of the held-out stream.
     """
     known = read_on_all_hosts(path, new.unit, new.num_answers) if resumes else new
     if known is None or (known.origin and mark and known.origin != mark):

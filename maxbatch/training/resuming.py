@@ -20,7 +20,6 @@ def changes_since(run_dir: AnyPath, config: Config, plan: BatchPlan, samples_see
 
     Args:
       run_dir: its folder, with the last session's `config.yml` and `devices.json`.
-      plan: the plan of this start, from `samples_seen` on.
     """
     before = read_written(run_dir / "config.yml")
     if before is None:
@@ -39,7 +38,6 @@ def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:
 
     Args:
       before: the run's identity after the last session.
-      reads: contents by name.
     """
     now = before.reading(reads).reads
     changed = [name for name in reads if before.reads.get(name, now[name]) != now[name]]

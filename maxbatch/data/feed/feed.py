@@ -109,7 +109,6 @@ class Feed:
       stream: the training stream; None on a host without rows.
       shape_for: returns the shape for a batch, given its stage and whether it is the stage's first; the update does not
         depend on it. With several hosts it must depend on its arguments only, so that they agree.
-      first_step: updates before the first batch.
     """
 
     def __init__(

@@ -104,7 +104,6 @@ class Blocks:
     """The hashes of a store's blocks, for checking reads of its files.
 
     Args:
-      content: the hash of the store's content.
       sizes: bytes of each file with hashes, in the order of the hashes.
     """
 

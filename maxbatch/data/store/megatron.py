@@ -71,12 +71,7 @@ class _ArraySizes:
 
 
 class IndexTable(LocalTable):
-    """The starts of documents, in a mapped index.
-
-    Args:
-      path: the index, on this machine.
-      layout: its sizes.
-    """
+    """The starts of documents, in a mapped index."""
 
     def __init__(self, path: Path, layout: _ArraySizes) -> None:
         super().__init__(layout.num_documents)
@@ -209,7 +204,6 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
     """Returns the store that config[key] names: its prefix, or one of its files.
 
     Args:
-      config: the keys of the data.
       key: `dataset_path` or `eval_dataset_path`.
       reads: whether to read a store that was not opened before; without, None for such a store.
 

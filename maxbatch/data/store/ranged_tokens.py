@@ -117,9 +117,7 @@ class CheckedIds:
     """Token ids that are compared with the vocabulary where they are read.
 
     Args:
-      tokens: the ids.
       vocab_size: ids are 0 to vocab_size - 1.
-      where: the file, for messages.
     """
 
     def __init__(self, tokens: MappedFile | RangedTokens, vocab_size: int, where: AnyPath) -> None:

@@ -105,10 +105,7 @@ class ShardWriter:
     """Writes tokens into files of about `shard_tokens` tokens each; jobs write to it as to one file.
 
     Args:
-      folder: where the files are made.
       shard_tokens: a shard that has as many ends with its job; None for one shard.
-      first: the number of the first shard.
-      hashes: where the hashes of the blocks are written.
       keep: called with the number, the file and the facts of each shard but the last, which are collected for it; None
         on a disk, where a build that was killed starts again.
     """

@@ -24,7 +24,6 @@ class PairRows:
       pairs_S: int64, numbers of the split's pairs.
       length: L.
       overlong: `truncate` (keep the beginning), `drop` or `error`.
-      pad_id: the token of empty slots.
 
     Raises:
       ConfigError: a pair is longer and `overlong` is `error`, or none is left.

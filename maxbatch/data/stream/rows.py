@@ -104,7 +104,6 @@ class BlockLayout:
     looked up in its own blocks.
 
     Args:
-      documents: the split's documents.
       slot_tokens: tokens that a slot holds; the last slot of a document may hold fewer.
 
     Raises:

@@ -73,7 +73,6 @@ def schedule_of(module: Module, chip: Chip, trips: int = 1) -> Schedule:
     """Returns the figures of the schedule of a program.
 
     Args:
-      module: of scheduled HLO text.
       chip: its peak and bandwidth turn a kernel's cost into cycles.
       trips: turns of a loop whose number is an argument, such as the loop over micro-batches.
     """
@@ -307,8 +306,6 @@ def _computed_share(queries: int, keys: int, blocks: tuple[int, int] | None, gri
     """Returns the share of the products that a causal kernel computes; blocks cut by the mask are computed whole.
 
     Args:
-      queries: rows of them.
-      keys: rows of them.
       blocks: rows of queries and of keys in a block; None if unknown.
       grid: visited blocks, [heads, by queries, by keys], narrower for a window; None if unknown.
     """

@@ -55,9 +55,6 @@ def model_time(
     """Returns the modelled figures of a program.
 
     Args:
-      text: its optimised HLO.
-      target: the devices of its compilation.
-      config: the trained model.
       slots: token slots of a sample.
       peak_tflops: per device, `peak_tflops_per_device`; None: the chip's, of the type of the layers' products.
       shape: the batch of an update; None for another program.

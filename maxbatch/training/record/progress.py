@@ -33,7 +33,6 @@ class RunProgress:
 
     Args:
       total_steps, first_step: updates of the whole run, and updates already done.
-      num_stages: 1 without a ramp.
       log_period: updates per line.
       doing: returns the activity of the run, such as "compiling".
       counted: unit of a batch, such as "pairs"; "": rows.

@@ -23,7 +23,6 @@ class ModelOnMesh:
     Outside the pipeline, its devices share the rows of the embedding and of the loss.
 
     Args:
-      batch_axes: the mesh axes that split rows.
       make_model: makes a user's model, which replaces the config's.
 
     Attributes:

@@ -45,9 +45,7 @@ def pair_losses(
     """Returns the loss and the margin of each pair, float32[M].
 
     Args:
-      answers: under the trained parameters.
       reference_Mx2: float32, summed log-probabilities under the reference; unused by orpo.
-      config: the form of the loss.
     """
     if config.dpo_algo == "orpo":
         means_Mx2 = answers.logprobs_MxK / jnp.maximum(answers.tokens_MxK, 1.0)

@@ -48,7 +48,6 @@ class Save:
     """One save of a run: its blocks, copied from the devices, and its files.
 
     Args:
-      folder: `run_dir/checkpoints`.
       token: the start's own, the same on all hosts.
       step: names the checkpoint.
       items: arrays, by the name of their folder.

@@ -173,7 +173,6 @@ class Checkpoints:
 
         Args:
           abstract: shapes and places of the state.
-          make: makes the program of checksums.
           after: the step of another available state; only newer checkpoints count; -1: none.
 
         Raises:

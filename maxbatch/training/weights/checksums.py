@@ -73,11 +73,7 @@ def damage_of_parameters(stored: dict[str, StoredParameter], params: State, sums
 def damage_of_state(
     record: CheckpointRecord, state: TrainState, sums_of: Callable[[TrainState], np.ndarray]
 ) -> str | None:
-    """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the difference, or None.
-
-    Args:
-      sums_of: computes the checksums of its arrays.
-    """
+    """Compares restored parameters and optimizer state with their checkpoint's JSON; returns the difference or None."""
     if record.parameters is None:
         return None if int(word_sum(state)) == record.checksum else "its arrays do not match their checksum"
     sums = sums_of(state)

@@ -71,7 +71,6 @@ def open_origin(
     """Opens the origin of a run; all hosts call it.
 
     Args:
-      key: the config key that states the path.
       path: in a run folder, takes the checkpoint of the pinned step, or without a pin the first host's newest.
       pin: the required origin; None: any.
       old_base: the required old identity if there is no pin; None: any.
@@ -128,9 +127,7 @@ class RunOrigin:
     """The source of a run's first parameters, opened once.
 
     Args:
-      key: the config key that states it.
       path: the stated path; empty for new parameters.
-      run_dir: the run's folder.
       record: the record of the run's newest checkpoint; None for a new run.
 
     Attributes:

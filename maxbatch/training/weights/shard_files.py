@@ -127,7 +127,6 @@ def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -
 
     Args:
       name: begins their names, which no other writer may use.
-      blocks: by their names.
 
     Raises:
       OSError, ConfigError, TrainingError: a write failed; files may be left.
