@@ -13,7 +13,7 @@ from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.runs.sessions import TimePart
 from maxbatch.system.bars import LINE_S, Bar, Pace, progress_bar
 from maxbatch.system.folding import folded, folded_parts
-from maxbatch.training.record.recorder import not_finite
+from maxbatch.training.record.recorder import Output, not_finite
 
 _TICK_S = 1.0  # between updates of the bar
 _LONGEST_PAUSE = 10  # times `LINE_S`
@@ -24,7 +24,7 @@ _OF_SLOW_COMPILE = (
 )
 
 
-class RunProgress:
+class RunProgress(Output):
     """The display of a run's updates: a line every `log_period` updates, and a bar on a terminal.
 
     During a long update or compilation the bar counts seconds. Without a terminal, lines do: the first after half a
@@ -143,9 +143,6 @@ class RunProgress:
             None if mfu is None else f"MFU {mfu:.1%}",
         )
         return " | ".join(filter(None, parts))
-
-    def sync(self) -> None:
-        """Does nothing, since there is no buffer."""
 
     def close(self) -> None:
         """Ends the bar and the lines; the last update's line replaces the bar."""
