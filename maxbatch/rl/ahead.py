@@ -34,12 +34,7 @@ class BatchesAhead:
     """
 
     def __init__(
-        self,
-        workshop: Workshop,
-        first: int,
-        num_prompts: Callable[[int], int],
-        is_apart: bool,
-        saved: bytes | None = None,
+        self, workshop: Workshop, first: int, num_prompts: Callable[[int], int], is_apart: bool, saved: bytes | None
     ) -> None:
         self._workshop, self._end, self._num_prompts = workshop, first, num_prompts
         self._last: CollectedBatch | None = None  # the batch that is trained on

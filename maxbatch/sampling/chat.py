@@ -43,7 +43,7 @@ class Chat:
         config: DecoderConfig,
         rules: SamplingRules,
         context: int,
-        system: str = "",
+        system: str,
     ) -> None:
         self._params, self._tokenizer, self._config, self._context = params, tokenizer, config, context
         self._prompts = ChatPrompts(tokenizer)

@@ -21,12 +21,7 @@ _MAX_NEW_TOKENS = 128
 
 
 def generate_text(
-    params: State,
-    tokenizer: Tokenizer,
-    prompt: str,
-    config: TextConfig,
-    rules: SamplingRules | None = None,
-    mesh: Mesh | None = None,
+    params: State, tokenizer: Tokenizer, prompt: str, config: TextConfig, rules: SamplingRules, mesh: Mesh | None = None
 ) -> str:
     """Returns the prompt and its continuation by the model, up to the end of the document.
 
@@ -36,13 +31,12 @@ def generate_text(
     Args:
       params: parameters of a `Decoder`, on one device or sharded; the config and the tokenizer are their run's.
       prompt: text to start from; an empty one starts a document.
-      rules: how tokens are drawn; by default at temperature 0.8. Without `max_new_tokens` at most 128 are added.
+      rules: how tokens are drawn. Without `max_new_tokens` at most 128 are added.
       mesh: the mesh of the parameters; None: the compiler follows their shardings.
 
     Raises:
       TrainingError: no token of a window has a finite log-probability.
     """
-    rules = rules or SamplingRules()
     ids = [int(i) for i in tokenizer.encode(prompt)]
     # Conversations begin as the tokenizer's template does, which ignores `add_bos`.
     if not ids or (tokenizer.begins_with_bos() if config.recipe.has_answers else config.add_bos):

@@ -165,7 +165,7 @@ def tokenise_all(
     file: Writable,
     folder: Path,
     workers: int,
-    cluster: RayCluster | None = None,
+    cluster: RayCluster | None,
 ) -> Iterator[Tokenised]:
     """Appends the tokens of all jobs to a file, in order, and yields the facts about each.
 

@@ -45,12 +45,7 @@ class Modelled:
 
 
 def model_time(
-    text: str,
-    target: Target,
-    config: DecoderConfig,
-    slots: int,
-    peak_tflops: float | None,
-    shape: BatchShape | None = None,
+    text: str, target: Target, config: DecoderConfig, slots: int, peak_tflops: float | None, shape: BatchShape | None
 ) -> Modelled:
     """Returns the modelled figures of a program.
 

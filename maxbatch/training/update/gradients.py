@@ -121,7 +121,7 @@ class Totals(NamedTuple):
 class Accumulation:
     """Accumulation of an objective's sums over micro-batches, inside a program."""
 
-    def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective = NEXT_TOKEN) -> None:
+    def __init__(self, config: UpdateConfig, mesh: Mesh, objective: Objective) -> None:
         self._objective = objective
         self._model = model = ModelOnMesh(config, config.mesh, mesh, PARTIAL_AXES, objective.make_model)
         remat = Remat.of(config.remat)
