@@ -13,9 +13,12 @@ from pathlib import Path
 from tests.helpers.forks import Forks
 
 # They take a third of the usual time to compile; what is computed is the same up to rounding. XLA's older emitters of
-# fusions are there until JAX 0.10.
+# fusions are there until JAX 0.10. By default parts of a program compile side by side, for a fifth more of CPU time.
 _HAS_OLDER_EMITTERS = tuple(map(int, version("jaxlib").split(".")[:2])) < (0, 11)
-QUICK_TO_COMPILE = "--xla_backend_optimization_level=0" + " --xla_cpu_use_fusion_emitters=false" * _HAS_OLDER_EMITTERS
+QUICK_TO_COMPILE = (
+    "--xla_backend_optimization_level=0 --xla_cpu_parallel_codegen_split_count=1"
+    + " --xla_cpu_use_fusion_emitters=false" * _HAS_OLDER_EMITTERS
+)
 _READ_AT_IMPORT = ("JAX_", "PYTHON", "TF_")
 _STARTING = threading.Lock()  # of two threads that need a parent, one starts it
 
