@@ -34,14 +34,15 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "said"),
-    [
-        ({"full_after_bytes": 400_000, "full_status": 507}, "is full; free some space"),
-        ({"full_after_bytes": 400_000, "full_status": 403}, "no permission in bucket"),
-        ({"denied": r"^(PUT|POST) .*checkpoints/3/position"}, "no permission in bucket"),
-        ({"denied": r"^(PUT|POST) .*checkpoints/3/params"}, "no permission in bucket"),
-        ({"denied": r"^(PUT|POST) .*checkpoints/6"}, "no permission in bucket"),
+    ("store", "fault", "said"),
+    [  # each on one store: every driver's answers are in tests/system/test_storage.py
+        ("gs", {"full_after_bytes": 400_000, "full_status": 507}, "is full; free some space"),
+        ("s3", {"full_after_bytes": 400_000, "full_status": 403}, "no permission in bucket"),
+        ("s3", {"denied": r"^(PUT|POST) .*checkpoints/3/position"}, "no permission in bucket"),
+        ("gs", {"denied": r"^(PUT|POST) .*checkpoints/3/params"}, "no permission in bucket"),
+        ("s3", {"denied": r"^(PUT|POST) .*checkpoints/6"}, "no permission in bucket"),
     ],
+    indirect=["store"],
 )
 def test_a_bucket_that_fills_up_or_is_closed_ends_the_run_in_one_line_and_mended_it_goes_on(
     store: Store, fault: dict, said: str, expected: list[dict]
@@ -104,7 +105,11 @@ def test_an_outage_while_a_checkpoint_begins_is_given_up_after_the_bound_that_th
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", [{"down": True}, {"share": 1.0, "kinds": ["pause"], "pause_s": 200.0}], ids=str)
+@pytest.mark.parametrize(
+    ("store", "fault"),
+    [("gs", {"down": True}), ("s3", {"share": 1.0, "kinds": ["pause"], "pause_s": 200.0})],
+    indirect=["store"],
+)
 def test_a_run_that_is_asked_to_stop_while_the_store_is_down_or_hangs_ends_soon_and_says_what_is_saved(
     store: Store, fault: dict[str, Any]
 ) -> None:

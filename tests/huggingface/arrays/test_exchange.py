@@ -27,7 +27,7 @@ from maxbatch.testing import run
 from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import abstract_model
 from tests.helpers.parameters import load_parameters
-from tests.helpers.stores import Store
+from tests.helpers.stores import Store, on
 from tests.helpers.tiny import UNSAVED, read_metrics
 
 SIZES = (
@@ -128,18 +128,20 @@ def contents_read(store: Store) -> list[int]:
 
 
 @pytest.mark.slow
+@on("gs")
 def test_two_hosts_together_fetch_a_model_once(store: Store, tmp_path: Path) -> None:
     bucket = store.bucket()
     folder = random_folder(tmp_path / "model", "llama2")
     there = f"{bucket}/model"
     assert main(["export", str(folder), "--output", there]) == 0
-    losses = []
-    for hosts, path in ((1, str(folder)), (2, there)):
-        run_dir = tmp_path / f"run-{hosts}"
-        store.forget()
-        config = load_config(overrides=[*KEYS_OF_RUN, f"load_parameters_path={path}", f"run_dir={run_dir}"])
-        run(lambda _: train(config), devices=2, hosts=hosts, timeout=600)  # noqa: B023
-        losses.append([line["loss"] for line in read_metrics(run_dir)])
+    one, two = (
+        load_config(overrides=[*KEYS_OF_RUN, f"load_parameters_path={path}", f"run_dir={tmp_path / name}"])
+        for path, name in ((folder, "one"), (there, "two"))
+    )
+    train(one, jax.devices()[:2])
+    store.forget()
+    run(lambda _: train(two), devices=2, hosts=2, timeout=600)
+    losses = [[line["loss"] for line in read_metrics(config.run_dir)] for config in (one, two)]
     assert losses[0] == pytest.approx(losses[1], abs=2e-4)
     file = (folder / "model.safetensors").read_bytes()
     header = int.from_bytes(file[:8], "little")
