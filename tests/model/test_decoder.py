@@ -114,14 +114,13 @@ def test_layers_in_a_loop_equal_unrolled_layers() -> None:
     assert_same_gradients(loss_and_gradient_of("scan_layers=true"), loss_and_gradient_of("scan_layers=false"))
 
 
-@pytest.mark.parametrize("scan_layers", ["true", "false"])
 @pytest.mark.parametrize(
-    "policy",
+    ("policy", "scan_layers"),
     [
-        "minimal",
-        "full",
-        "custom query_proj=device mlpwi_0=device",
-        "custom decoder_layer_input=offload value_proj=offload out_proj=device",
+        ("minimal", "true"),
+        ("full", "false"),
+        ("custom query_proj=device mlpwi_0=device", "false"),
+        ("custom decoder_layer_input=offload value_proj=offload out_proj=device", "true"),
     ],
 )
 def test_rematerialisation_changes_no_gradient(policy: str, scan_layers: str) -> None:
@@ -129,15 +128,13 @@ def test_rematerialisation_changes_no_gradient(policy: str, scan_layers: str) ->
     assert_same_gradients(loss_and_gradient_of(*f"remat_policy={policy}".split(), scan), loss_and_gradient_of(scan))
 
 
-@pytest.mark.parametrize("policy", ["minimal", "full"])
-def test_rematerialisation_keeps_less(policy: str) -> None:
+def test_rematerialisation_keeps_less() -> None:
     def temporaries(policy: str) -> int:
-        sizes = ("scan_layers=true",)
-        graphdef, params = nnx.split(decoder_of(f"remat_policy={policy}", *sizes), nnx.Param)
+        graphdef, params = nnx.split(decoder_of(f"remat_policy={policy}", "scan_layers=true"), nnx.Param)
         compiled = loss_and_gradient.lower(graphdef, params, some_rows(16)).compile()
         return int(compiled.memory_analysis().temp_size_in_bytes)
 
-    assert temporaries(policy) < temporaries("none")
+    assert max(temporaries("minimal"), temporaries("full")) < temporaries("none")
 
 
 @pytest.mark.usefixtures("standard_promotion")

@@ -9,10 +9,10 @@ import pytest
 from flax import nnx
 
 from maxbatch.model import attention, decoder, latent_attention, mlp, products
-from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts import experts
 from maxbatch.model.products import gradients_together, product, two_products
 from maxbatch.parallel.trees import State
+from maxbatch.training.update.state import abstract_model
 from tests.helpers.tiny import tiny_config
 
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16")
@@ -72,8 +72,10 @@ def test_every_matrix_but_the_routers_is_applied_by_the_one_product(
     family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = tiny_config("logits_via_embedding=false", *FAMILIES[family])
-    graphdef, params = nnx.split(Decoder(config.decoder, rngs=nnx.Rngs(params=0)))
-    tokens = jnp.asarray(np.random.default_rng(0).integers(0, 256, (2, 8)), jnp.int32)
+    graphdef, shapes = abstract_model(config.decoder)
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: jnp.asarray(rng.normal(0, 0.1, leaf.shape), leaf.dtype), shapes)
+    tokens = jnp.asarray(rng.integers(0, 256, (2, 8)), jnp.int32)
 
     def matrices_with_gradient() -> set[str]:
         def loss(params: State) -> jax.Array:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,7 @@ from maxbatch.parallel.sharding import unconstrained
 from tests.helpers.tiny import tiny_config
 
 
+@cache
 def kept_values(policy: str, *overrides: str) -> int:
     """Returns how many numbers of its tokens a layer keeps besides its input."""
     config = tiny_config(f"remat_policy={policy}", *overrides)

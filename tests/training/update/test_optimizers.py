@@ -52,16 +52,26 @@ def has_experts(parameters: Any) -> bool:
 
 
 @partial(jax.jit, static_argnums=0)
-def updated(opt: Any, parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
-    config = optimizer_config(*opt)
-    optimizer = make_optimizer(config.optimizer, UpdateSettings(learning_rate), has_experts(parameters))
-    updates, state = optimizer.update(gradient, state, parameters)
+def state_of(opt: tuple[str, ...], parameters: Any) -> Any:
+    return make_optimizer(optimizer_config(*opt).optimizer, AT_REST, has_experts(parameters)).init(parameters)
+
+
+@partial(jax.jit, static_argnums=0)
+def update_of(
+    opt: tuple[str, ...], settings: UpdateSettings, gradient: Any, state: Any, parameters: Any
+) -> tuple[Any, Any]:
+    optimizer = make_optimizer(optimizer_config(*opt).optimizer, settings, has_experts(parameters))
+    return optimizer.update(gradient, state, parameters)
+
+
+@partial(jax.jit, static_argnums=0)
+def updated(opt: tuple[str, ...], parameters: Any, state: Any, gradient: Any, learning_rate: Any) -> tuple[Any, Any]:
+    updates, state = update_of(opt, UpdateSettings(learning_rate), gradient, state, parameters)
     return optax.apply_updates(parameters, updates), state
 
 
 def after_two_updates(opt: tuple[str, ...], parameters: Any, gradients: list[Any]) -> Any:
-    config = optimizer_config(*opt).optimizer
-    state = make_optimizer(config, AT_REST, has_experts(parameters)).init(parameters)
+    state = state_of(opt, parameters)
     for gradient in gradients:
         parameters, state = updated(opt, parameters, state, gradient, jnp.float32(0.01))
     return parameters
@@ -89,18 +99,17 @@ def test_every_parameter_moves_and_a_toy_loss_falls(opt_type: str) -> None:
     parameters = parameters_of(optimizer_config(opt_type))
     target = random_like(parameters, 3)
 
+    @jax.jit
     def loss(parameters: Any) -> jax.Array:
         return sum(
             0.5 * jnp.sum(jnp.square(a - b))
             for a, b in zip(jax.tree.leaves(parameters), jax.tree.leaves(target), strict=True)
         )
 
-    state = make_optimizer(optimizer_config(opt_type).optimizer, AT_REST).init(parameters)
-    start = float(loss(parameters))
-    moved = parameters
+    moved, state, gradient = parameters, state_of((opt_type,), parameters), jax.jit(jax.grad(loss))
     for _ in range(5):
-        moved, state = updated((opt_type,), moved, state, jax.grad(loss)(moved), jnp.float32(0.05))
-    assert loss(moved) < 0.95 * start
+        moved, state = updated((opt_type,), moved, state, gradient(moved), jnp.float32(0.05))
+    assert loss(moved) < 0.95 * loss(parameters)
     for a, b in zip(jax.tree.leaves(moved), jax.tree.leaves(parameters), strict=True):
         assert not np.array_equal(a, b)
 
@@ -124,7 +133,7 @@ def test_weight_decay_is_decoupled_and_spares_norm_scales(opt_type: str) -> None
 def test_the_rate_is_an_argument_and_no_part_of_the_state(opt_type: str) -> None:
     parameters = parameters_of(optimizer_config(opt_type, "adam_weight_decay=0"))
     gradient, opt = random_like(parameters, 1), (opt_type, "adam_weight_decay=0")
-    start = make_optimizer(optimizer_config(*opt).optimizer, AT_REST).init(parameters)
+    start = state_of(opt, parameters)
     one, state_one = updated(opt, parameters, start, gradient, jnp.float32(0.01))
     two, state_two = updated(opt, parameters, start, gradient, jnp.float32(0.02))
     jax.tree.map(np.testing.assert_array_equal, state_one, state_two)
@@ -207,30 +216,21 @@ def test_an_unknown_name_is_refused() -> None:
 
 def test_adam_by_the_sde_rule_is_adam_with_the_rules_constants() -> None:
     """Four times the batch: 1 - beta times 4, epsilon halved (Malladi et al. 2022, definition 4)."""
-    scaled = optimizer_config("adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99")
-    plain = optimizer_config("adamw", "adam_b1=0.8", "adam_b2=0.96", "adam_eps=5e-9")
-    parameters = parameters_of(plain)
-    gradient = random_like(parameters, 1)
-    results = []
-    for optimizer in (
-        make_optimizer(scaled.optimizer, UpdateSettings(0.1, np.float32(4))),
-        make_optimizer(plain.optimizer, UpdateSettings(0.1)),
-    ):
-        state = optimizer.init(parameters)
-        for _ in range(3):
-            updates, state = optimizer.update(gradient, state, parameters)
-        results.append(updates)
-    for ours, wanted in zip(*map(jax.tree.leaves, results), strict=True):
+    scaled = ("adamw", "adam_scaling=sde", "learning_rate_scaling=sqrt", "adam_b1=0.95", "adam_b2=0.99")
+    plain = ("adamw", "adam_b1=0.8", "adam_b2=0.96", "adam_eps=5e-9")
+    gradients = [random_like(parameters_of(optimizer_config(*plain)), 1)] * 3
+    found = updates_of(scaled, [UpdateSettings(0.1, 4.0)] * 3, gradients)[-1]
+    expected = updates_of(plain, [UpdateSettings(0.1)] * 3, gradients)[-1]
+    for ours, wanted in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
         np.testing.assert_allclose(ours, wanted, rtol=2e-5)
 
 
 def updates_of(opt: tuple[str, ...], settings: list[UpdateSettings], gradients: list[Any]) -> list[Any]:
     """Returns the updates of the first parameters by gradients, each with its settings."""
-    config = optimizer_config(*opt).optimizer
     parameters = parameters_of(optimizer_config(*opt))
-    state, found = make_optimizer(config, AT_REST).init(parameters), []
+    state, found = state_of(opt, parameters), []
     for own, gradient in zip(settings, gradients, strict=True):
-        updates, state = make_optimizer(config, own).update(gradient, state, parameters)
+        updates, state = update_of(opt, own, gradient, state, parameters)
         found.append(updates)
     return found
 

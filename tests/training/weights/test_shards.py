@@ -196,6 +196,7 @@ def leave_a_block_out(item: Path) -> None:
 
 
 @pytest.mark.runs
+@pytest.mark.slow
 def test_the_index_of_an_unrolled_model_on_a_thousand_devices_can_be_read(tmp_path: Path) -> None:
     """126 layers of 9 matrices, as llama3-405b has; its file is larger than one host's part of a state ever is."""
     num_arrays, num_devices = 126 * 9, 1024
