@@ -23,7 +23,7 @@ import maxbatch
 from maxbatch.cli import main
 from maxbatch.config.config import Config
 from maxbatch.data.stream.fingerprint import fingerprint
-from tests.helpers.tiny import LENGTH, read_metrics, tiny_config
+from tests.helpers.tiny import LENGTH, one_layer_config, read_metrics
 
 ONE = jax.devices()[:1]
 
@@ -72,7 +72,7 @@ def test_a_users_model_keeps_layout_invariance(tmp_path: Path) -> None:
     layouts = {"one": (ONE, ()), "four": (jax.devices()[:4], ("gradient_accumulation_steps=1",))}
     metrics = {}
     for name, (devices, _) in layouts.items():
-        config = tiny_config("global_batch_size=16", f"per_device_batch_size={16 if len(devices) == 1 else 2}",
+        config = one_layer_config("global_batch_size=16", f"per_device_batch_size={16 if len(devices) == 1 else 2}",
                              "ici_data_parallelism=1", "steps=3", f"run_dir={tmp_path / name}")  # fmt: skip
         maxbatch.train(config, model=Bigrams, devices=devices)
         metrics[name] = read_metrics(tmp_path / name)
@@ -84,20 +84,20 @@ def test_a_users_model_keeps_layout_invariance(tmp_path: Path) -> None:
 
 def test_a_users_model_resumes_and_refuses_another(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     base = (f"run_dir={tmp_path}", "learning_rate_schedule=constant", "eval_fraction=0.02", "eval_interval=2")
-    maxbatch.train(tiny_config(*base, "steps=2"), model=Bigrams, devices=ONE)
+    maxbatch.train(one_layer_config(*base, "steps=2"), model=Bigrams, devices=ONE)
     assert f"\nnext: pip install tensorboard && tensorboard --logdir {tmp_path}\n" in capsys.readouterr().out
-    outcome = maxbatch.train(tiny_config(*base, "steps=3"), model=Bigrams, devices=ONE)
+    outcome = maxbatch.train(one_layer_config(*base, "steps=3"), model=Bigrams, devices=ONE)
     assert outcome.position.step == 3
     metrics = read_metrics(tmp_path)
     assert [m["step"] for m in metrics] == [1, 2, 3] and metrics[1]["eval_loss"] > 0
     with pytest.raises(maxbatch.ConfigError, match="model"):
-        maxbatch.train(tiny_config(*base, "steps=4"), devices=ONE)
+        maxbatch.train(one_layer_config(*base, "steps=4"), devices=ONE)
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> maxbatch.Outcome:
     folder = tmp_path_factory.mktemp("trained")
-    return maxbatch.train(tiny_config("steps=2", f"run_dir={folder}", "vocab_size=260"), devices=ONE)
+    return maxbatch.train(one_layer_config("steps=2", f"run_dir={folder}", "vocab_size=260"), devices=ONE)
 
 
 def test_train_returns_the_history_and_the_folder_of_the_run(trained: maxbatch.Outcome) -> None:
@@ -185,7 +185,7 @@ def test_a_part_that_cannot_be_used_is_refused_in_the_users_words(
     parts: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(maxbatch.ConfigError, match=said):
-        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), devices=ONE, **parts)
+        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), devices=ONE, **parts)
 
 
 def test_an_error_of_a_users_code_names_the_part_that_raised_it(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_an_error_of_a_users_code_names_the_part_that_raised_it(tmp_path: Path) 
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine") as caught:
-        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), objective=my_loss, devices=ONE)
+        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), objective=my_loss, devices=ONE)
     assert any("raised by the objective my_loss" in note for note in caught.value.__notes__)
     with pytest.raises(maxbatch.ConfigError, match=r"works: maxbatch\.load_config"):
         maxbatch.train("run.yml")  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def test_an_error_of_a_users_code_names_the_part_that_raised_it(tmp_path: Path) 
 def test_a_users_loss_is_summed_over_the_global_batch(tmp_path: Path) -> None:
     runs = {}
     for name, loss in {"own": half_loss, "configured": None}.items():
-        config = tiny_config("steps=1", "gradient_accumulation_steps=2", f"run_dir={tmp_path / name}")
+        config = one_layer_config("steps=1", "gradient_accumulation_steps=2", f"run_dir={tmp_path / name}")
         maxbatch.train(config, objective=loss, devices=ONE)
         runs[name] = read_metrics(tmp_path / name)[0]
     assert runs["own"]["loss"] == pytest.approx(runs["configured"]["loss"] / 2, rel=1e-5)
@@ -210,7 +210,7 @@ def test_a_users_loss_is_summed_over_the_global_batch(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_no_pair_of_scalars_is_refused(tmp_path: Path) -> None:
-    config = tiny_config("steps=1", f"run_dir={tmp_path}")
+    config = one_layer_config("steps=1", f"run_dir={tmp_path}")
     with pytest.raises(maxbatch.ConfigError, match="two scalars"):
         maxbatch.train(config, objective=lambda model, rows: jnp.float32(1), devices=ONE)  # type: ignore[arg-type, return-value]
 
@@ -222,14 +222,15 @@ def test_a_model_with_running_statistics_is_refused(tmp_path: Path) -> None:
             self.dropout = nnx.Dropout(0.1, rngs=rngs)
 
     with pytest.raises(maxbatch.ConfigError, match="parameters"):
-        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), model=WithDropout, devices=ONE)
+        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), model=WithDropout, devices=ONE)
 
 
+@pytest.mark.runs
 def test_a_users_optimizer_follows_the_configs_rates_on_any_devices_and_resumes(tmp_path: Path) -> None:
     own = partial(optax.adamw, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0)
     plain = ("adam_b1=0.9", "adam_b2=0.95", "adam_eps=1e-8", "adam_weight_decay=0", "train_samples=64",
              "global_batch_size=16")  # fmt: skip
-    configured = tiny_config(*plain, "per_device_batch_size=8", f"run_dir={tmp_path / 'configured'}")
+    configured = one_layer_config(*plain, "per_device_batch_size=8", f"run_dir={tmp_path / 'configured'}")
     maxbatch.train(configured, devices=ONE)
     halves = (*plain, "per_device_batch_size=2", "checkpoint_period=2", f"run_dir={tmp_path / 'own'}")
 
@@ -238,12 +239,12 @@ def test_a_users_optimizer_follows_the_configs_rates_on_any_devices_and_resumes(
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        maxbatch.train(tiny_config(*halves), optimizer=own, devices=jax.devices()[:4], outputs=[cut_power])
+        maxbatch.train(one_layer_config(*halves), optimizer=own, devices=jax.devices()[:4], outputs=[cut_power])
     with pytest.raises(maxbatch.ConfigError, match="opt_type"):
-        maxbatch.train(tiny_config(*halves), devices=ONE)
+        maxbatch.train(one_layer_config(*halves), devices=ONE)
     with pytest.raises(maxbatch.ConfigError, match="optimizer's state"):
-        maxbatch.train(tiny_config(*halves), optimizer=optax.sgd, devices=ONE)
-    maxbatch.train(tiny_config(*halves), optimizer=own, devices=ONE)
+        maxbatch.train(one_layer_config(*halves), optimizer=optax.sgd, devices=ONE)
+    maxbatch.train(one_layer_config(*halves), optimizer=own, devices=ONE)
     pairs = [read_metrics(tmp_path / name) for name in ("configured", "own")]
     assert [record["step"] for record in pairs[1]] == [1, 2, 3, 4]
     for ours, theirs in zip(*pairs, strict=True):
@@ -254,7 +255,7 @@ def test_a_users_optimizer_follows_the_configs_rates_on_any_devices_and_resumes(
 def test_an_optimizer_with_rates_of_its_own_is_taken_as_it_is(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config = tiny_config("steps=2", f"run_dir={tmp_path}", "enable_checkpointing=false")
+    config = one_layer_config("steps=2", f"run_dir={tmp_path}", "enable_checkpointing=false")
     rows = [np.arange(LENGTH) % 7] * 40  # all alike: with a rate of 0 the loss stays
     maxbatch.train(config, optimizer=optax.sgd(0.0), stream=rows, devices=ONE)
     first, second = read_metrics(tmp_path)
@@ -263,7 +264,7 @@ def test_an_optimizer_with_rates_of_its_own_is_taken_as_it_is(
 
 @pytest.mark.parametrize("key", ["adam_b1_half_life=2Mt", "weight_decay_timescale=1Mt", "compiled_dir=programs"])
 def test_keys_of_the_configs_optimizer_are_refused_beside_a_users(key: str, tmp_path: Path) -> None:
-    config = tiny_config("steps=1", f"run_dir={tmp_path}", key)
+    config = one_layer_config("steps=1", f"run_dir={tmp_path}", key)
     with pytest.raises(maxbatch.ConfigError, match=f"{key.split('=')[0]}=.*; works: {key.split('=')[0]}="):
         maxbatch.train(config, optimizer=optax.adamw, devices=ONE)
 
@@ -284,7 +285,7 @@ def test_a_users_data_are_one_stream(tmp_path: Path) -> None:
             self.is_closed = True
 
     logger, steps = Logger(), []
-    config = tiny_config("num_epochs=2", f"run_dir={tmp_path}")
+    config = one_layer_config("num_epochs=2", f"run_dir={tmp_path}")
     maxbatch.train(config, stream=rows, outputs=[logger, lambda record: steps.append(record["step"])], devices=ONE)
     assert (seen, steps, logger.is_closed) == ([16, 32, 40], [1, 2, 3], True)
     total = sum(int(m["data_fingerprint"], 16) for m in read_metrics(tmp_path))
@@ -305,7 +306,7 @@ def test_a_logger_is_closed_once_also_where_nothing_is_trained(tmp_path: Path) -
             closed.append("close")
 
     for expected in (["record", "close"], ["close"]):  # the second time the run is complete
-        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), outputs=[Logger()], devices=ONE)
+        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), outputs=[Logger()], devices=ONE)
         assert closed == expected
         closed.clear()
 
@@ -316,11 +317,11 @@ def test_a_logger_is_closed_once_also_where_nothing_is_trained(tmp_path: Path) -
 )
 def test_a_users_row_that_is_none_is_refused(row: Any, rule: str, tmp_path: Path) -> None:
     with pytest.raises(maxbatch.ConfigError, match=rule):
-        maxbatch.train(tiny_config("steps=1", f"run_dir={tmp_path}"), stream=[row], devices=ONE)
+        maxbatch.train(one_layer_config("steps=1", f"run_dir={tmp_path}"), stream=[row], devices=ONE)
 
 
 def test_a_feed_gives_the_batches_that_train_takes_from_any_position() -> None:
-    config = tiny_config("batch_size_schedule=0:8 24:16", "per_device_batch_size=4", "train_samples=60")
+    config = one_layer_config("batch_size_schedule=0:8 24:16", "per_device_batch_size=4", "train_samples=60")
     stream = maxbatch.open_stream(config)
     mesh = maxbatch.make_mesh(config, jax.devices()[:4])
     with maxbatch.open_feed(config, mesh) as feed:
@@ -341,19 +342,19 @@ def test_a_feed_gives_the_batches_that_train_takes_from_any_position() -> None:
 
 
 def test_a_feed_takes_a_mesh_of_ones_own() -> None:
-    config = tiny_config("global_batch_size=16", "steps=1")
+    config = one_layer_config("global_batch_size=16", "steps=1")
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     with maxbatch.open_feed(config, mesh) as feed:
         (batch,) = feed
     assert batch.tokens.sharding.shard_shape(batch.tokens.shape) == (2, LENGTH)
     with pytest.raises(maxbatch.ConfigError, match="works: global_batch_size=8"):
         maxbatch.open_feed(
-            tiny_config("global_batch_size=9", "ici_fsdp_parallelism=1", "ici_context_parallelism=8"), mesh
+            one_layer_config("global_batch_size=9", "ici_fsdp_parallelism=1", "ici_context_parallelism=8"), mesh
         )
 
 
 def test_a_rate_is_a_function_of_samples_seen() -> None:
-    config = tiny_config("steps=10", "learning_rate=1.0", "learning_rate_schedule=constant")
+    config = one_layer_config("steps=10", "learning_rate=1.0", "learning_rate_schedule=constant")
     rate = maxbatch.LearningRate.from_config(config, num_devices=4)
     assert rate.total_samples == 10 * 16 * 4
     assert rate(0) == 0 and rate(rate.total_samples // 2) == 1.0

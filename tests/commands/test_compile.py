@@ -18,7 +18,7 @@ from maxbatch.cli import main
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.target import Target, here
 from maxbatch.training.pretraining import train
-from tests.helpers.tiny import TINY_RUN, read_metrics, tiny_config
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN, one_layer_config, read_metrics
 
 RAMP = (
     "enable_rampup_batch_size=true",
@@ -35,7 +35,7 @@ RAMP = (
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("compiled")
     jax.clear_caches()  # a program that came from the persistent cache cannot be saved, and a command is a new process
-    assert main(["compile", *TINY_RUN, *RAMP, "--output", str(folder)]) == 0
+    assert main(["compile", *TINY_RUN, ONE_LAYER, *RAMP, "--output", str(folder)]) == 0
     return folder
 
 
@@ -58,12 +58,12 @@ def test_a_ramp_that_was_compiled_ahead_compiles_nothing(
     compiled: Path, backend_compiles: collections.Counter[str]
 ) -> None:
     jax.clear_caches()  # what other tests compiled must not help
-    train(tiny_config(*RAMP, "run_dir=ahead", f"compiled_dir={compiled}", "compilation_cache_dir=none"))
+    train(one_layer_config(*RAMP, "run_dir=ahead", f"compiled_dir={compiled}", "compilation_cache_dir=none"))
     assert not backend_compiles
     ahead = read_metrics("ahead")
     assert ahead[-1]["compiles"] == 0
     assert {line["stage"] for line in ahead} == {0, 1, 2}
-    train(tiny_config(*RAMP, "run_dir=plain"))
+    train(one_layer_config(*RAMP, "run_dir=plain"))
     plain = read_metrics("plain")
     assert [line["data_fingerprint"] for line in ahead] == [line["data_fingerprint"] for line in plain]
     assert [line["loss"] for line in ahead] == pytest.approx([line["loss"] for line in plain], rel=1e-5)
@@ -74,10 +74,10 @@ def test_a_resume_inside_the_ramp_compiles_nothing_either(
     compiled: Path, backend_compiles: collections.Counter[str]
 ) -> None:
     keys = (*RAMP, "run_dir=resumed", f"compiled_dir={compiled}", "compilation_cache_dir=none")
-    train(tiny_config(*keys))
+    train(one_layer_config(*keys))
     Path("resumed/checkpoints/10").rename("resumed/later")
     jax.clear_caches()
-    train(tiny_config(*keys))
+    train(one_layer_config(*keys))
     metrics = read_metrics("resumed")
     assert [line["step"] for line in metrics] == list(range(1, 11))
     assert metrics[-1]["compiles"] == 0
@@ -94,13 +94,13 @@ def test_a_resume_inside_the_ramp_compiles_nothing_either(
 )
 def test_another_config_is_refused_with_the_difference(compiled: Path, changed: str, named: str) -> None:
     with pytest.raises(ConfigError, match=named):
-        train(tiny_config(*RAMP, changed, f"compiled_dir={compiled}"))
+        train(one_layer_config(*RAMP, changed, f"compiled_dir={compiled}"))
 
 
 @pytest.mark.runs
 def test_what_no_program_depends_on_may_change(compiled: Path) -> None:
     keys = ("learning_rate=1e-4", "data_shuffle_seed=3", "log_period=5", "run_dir=other")
-    train(tiny_config(*RAMP, *keys, f"compiled_dir={compiled}"))
+    train(one_layer_config(*RAMP, *keys, f"compiled_dir={compiled}"))
 
 
 @pytest.mark.parametrize(("part", "key"), [("versions", "jax"), ("devices", "devices")])
@@ -111,7 +111,7 @@ def test_another_version_or_machine_is_refused_with_the_difference(
     manifest[part][key] = 99
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(ConfigError, match=f"{key}: 99 there, "):
-        train(tiny_config(*RAMP, f"compiled_dir={tmp_path}"))
+        train(one_layer_config(*RAMP, f"compiled_dir={tmp_path}"))
 
 
 @pytest.mark.parametrize("number", [1, 99])
@@ -120,7 +120,7 @@ def test_a_folder_of_another_format_is_refused_in_one_line(
 ) -> None:
     manifest = json.loads((compiled / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "format": number, "shapes": None}))
-    assert main(["train", *TINY_RUN, *RAMP, f"compiled_dir={tmp_path}"]) == 2
+    assert main(["train", *TINY_RUN, ONE_LAYER, *RAMP, f"compiled_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert f"format {number}" in line and "compile again" in line
 
@@ -141,7 +141,7 @@ def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
         (tmp_path / f"{name}.bin").write_bytes(pickled)
         manifest["programs"][name] = hashlib.sha256(pickled).hexdigest()
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
-    assert main(["train", *TINY_RUN, *RAMP, f"compiled_dir={tmp_path}"]) == 2
+    assert main(["train", *TINY_RUN, ONE_LAYER, *RAMP, f"compiled_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "is not an executable for these devices" in line
     assert not Path("code-ran").exists()
@@ -160,14 +160,14 @@ def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
 def test_a_manifest_of_another_form_is_refused(tmp_path: Path, manifest: bytes) -> None:
     (tmp_path / "manifest.json").write_bytes(manifest)
     with pytest.raises(ConfigError, match="holds no compiled programs"):
-        train(tiny_config(f"compiled_dir={tmp_path}"))
+        train(one_layer_config(f"compiled_dir={tmp_path}"))
 
 
 def test_a_step_of_more_rows_than_the_run_has_is_refused(compiled: Path, tmp_path: Path) -> None:
     manifest = json.loads((compiled / "manifest.json").read_text())
     (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"shapes": [[10**9, 10**9]]}))
     with pytest.raises(ConfigError, match="states a step of 1000000000000000000 rows"):
-        train(tiny_config(*RAMP, f"compiled_dir={tmp_path}"))
+        train(one_layer_config(*RAMP, f"compiled_dir={tmp_path}"))
 
 
 def test_a_damaged_program_is_refused(compiled: Path, tmp_path: Path) -> None:
@@ -176,12 +176,12 @@ def test_a_damaged_program_is_refused(compiled: Path, tmp_path: Path) -> None:
     damaged = next(tmp_path.glob("step-*.bin"))
     damaged.write_bytes(damaged.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="is damaged"):
-        train(tiny_config(*RAMP, f"compiled_dir={tmp_path}"))
+        train(one_layer_config(*RAMP, f"compiled_dir={tmp_path}"))
 
 
 def test_a_folder_without_programs_is_refused() -> None:
     with pytest.raises(ConfigError, match="holds no compiled programs"):
-        train(tiny_config("compiled_dir=nowhere"))
+        train(one_layer_config("compiled_dir=nowhere"))
 
 
 def test_what_does_not_fit_exits_with_1_and_the_bytes(
@@ -191,7 +191,7 @@ def test_what_does_not_fit_exits_with_1_and_the_bytes(
         return dataclasses.replace(here(), memory_bytes=10_000)
 
     monkeypatch.setattr("maxbatch.commands.compile.find_target", target)
-    assert main(["compile", *TINY_RUN, "--output", "out", "--json"]) == 1
+    assert main(["compile", *TINY_RUN, ONE_LAYER, "--output", "out", "--json"]) == 1
     captured = capsys.readouterr()
     record = json.loads(captured.out)
     assert record["hbm_bytes_needed"] > record["hbm_bytes_available"] == 10_000
@@ -202,7 +202,7 @@ def test_what_does_not_fit_exits_with_1_and_the_bytes(
 
 @pytest.mark.runs
 def test_json_has_the_largest_step_and_every_program(compiled: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", *TINY_RUN, "--output", "out", "--json"]) == 0
+    assert main(["compile", *TINY_RUN, ONE_LAYER, "--output", "out", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert set(record["programs"]) == {path.stem for path in Path("out").glob("*.bin")}
     for key in ("argument_bytes", "temp_bytes", "alias_bytes", "hbm_bytes_needed", "hbm_bytes_available"):
@@ -211,7 +211,7 @@ def test_json_has_the_largest_step_and_every_program(compiled: Path, capsys: pyt
 
 @pytest.mark.runs
 def test_a_cpu_has_no_clock_and_its_hlo_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compile", *TINY_RUN, "--output", "out", "--hlo", "texts", "--json"]) == 0
+    assert main(["compile", *TINY_RUN, ONE_LAYER, "--output", "out", "--hlo", "texts", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
     assert {path.stem for path in Path("texts").glob("*.hlo")} == set(record["programs"])
     for figures in (record, *record["programs"].values()):
@@ -222,7 +222,7 @@ def test_a_cpu_has_no_clock_and_its_hlo_is_kept(capsys: pytest.CaptureFixture[st
 
 def test_a_place_that_cannot_hold_hlo_is_refused_before_compiling(capsys: pytest.CaptureFixture[str]) -> None:
     Path("taken").write_text("")
-    assert main(["compile", *TINY_RUN, "--hlo", "taken"]) == 2
+    assert main(["compile", *TINY_RUN, ONE_LAYER, "--hlo", "taken"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("maxbatch: error: --hlo taken: cannot be written")
 
@@ -232,7 +232,7 @@ def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maxbatch.training.pretraining.open_stream", None)
-    assert main([command, *TINY_RUN, "attention=cudnn"]) == 2
+    assert main([command, *TINY_RUN, ONE_LAYER, "attention=cudnn"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         "maxbatch: error: attention=cudnn: must run on NVIDIA GPUs, and the devices are cpu; "
         "works: attention=auto (here dot_product)"
@@ -252,6 +252,6 @@ def test_attention_that_the_devices_cannot_do_is_refused_before_data_are_opened(
 def test_what_simulated_hosts_cannot_compile_is_one_line(
     flags: tuple[str, ...], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["compile", *TINY_RUN, *flags]) == 2
+    assert main(["compile", *TINY_RUN, ONE_LAYER, *flags]) == 2
     error = [line for line in capsys.readouterr().err.splitlines() if "error" in line]
     assert len(error) == 1 and problem in error[0]

@@ -14,7 +14,7 @@ from maxbatch.runs.metrics_schema import Metric, find_metric
 from maxbatch.training.pretraining import train
 from tests.helpers import policies
 from tests.helpers.corpus import some_texts, write_jsonl
-from tests.helpers.tiny import TINY_RUN, read_metrics
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN, read_metrics
 
 TYPES: dict[str, tuple[type, ...]] = {
     "whole": (int,), "real": (float,), "text": (str,), "bool": (bool,), "map": (dict,), "null": (type(None),),
@@ -40,7 +40,7 @@ def test_every_record_of_training_matches_the_schema(tmp_path: Path) -> None:
     mixture = write_jsonl(tmp_path / "mix.yml", [{n: {"path": f"{n}.jsonl", "weight": 1} for n in "ab"}])
     keys = ("dataset_type=jsonl", f"dataset_path={mixture}", "eval_fraction=0.1", "eval_interval=2", "steps=2",
             "gradient_noise_scale=true", "gradient_accumulation_steps=2", f"run_dir={tmp_path / 'run'}")  # fmt: skip
-    train(load_config(overrides=[*TINY_RUN, *keys]), jax.devices()[:1])
+    train(load_config(overrides=[*TINY_RUN, ONE_LAYER, *keys]), jax.devices()[:1])
     first, last = read_metrics(tmp_path / "run")
     assert faults(first, "train") == faults(last, "train") == []
     some = {Metric.SAMPLES_BY_SOURCE, Metric.EVAL_LOSS, Metric.GRADIENT_NOISE_SCALE, Metric.CRITICAL_BATCH_ESTIMATE}

@@ -13,7 +13,7 @@ import pytest
 from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import open_pretraining, train
 from maxbatch.training.session import RunContext, Session
-from tests.helpers.tiny import tiny_config
+from tests.helpers.tiny import one_layer_config
 
 RUN = ("per_device_batch_size=8", "steps=4")
 
@@ -22,7 +22,7 @@ RUN = ("per_device_batch_size=8", "steps=4")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two devices: a batch of 16."""
     run_dir = tmp_path_factory.mktemp("resuming") / "run"
-    train(tiny_config(*RUN, "steps=2", f"run_dir={run_dir}"), jax.devices()[:2])
+    train(one_layer_config(*RUN, "steps=2", f"run_dir={run_dir}"), jax.devices()[:2])
     return run_dir
 
 
@@ -34,7 +34,7 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 def lines(run_dir: Path, *overrides: str, devices: int = 2) -> list[str]:
     with ExitStack() as stack:
-        context = RunContext(tiny_config(*RUN, f"run_dir={run_dir}", *overrides), jax.devices()[:devices], stack)
+        context = RunContext(one_layer_config(*RUN, f"run_dir={run_dir}", *overrides), jax.devices()[:devices], stack)
         return Session(context, open_pretraining(context))._changes
 
 
@@ -43,7 +43,7 @@ def test_the_batch_on_other_devices_is_told_with_what_keeps_it(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     capsys.readouterr()
-    train(tiny_config(*RUN, "steps=3", f"run_dir={run_dir}"), jax.devices()[:1])
+    train(one_layer_config(*RUN, "steps=3", f"run_dir={run_dir}"), jax.devices()[:1])
     printed = capsys.readouterr().out.splitlines()
     assert "the batch was 16 before; global_batch_size=16 keeps it" in printed
     assert "steps: 2 before, 3 now: changes the end of the run, and rates that follow its length" in printed
@@ -78,11 +78,11 @@ def test_a_loss_and_held_out_data_whose_content_changed_are_told(run_dir: Path, 
     def told(text: str, loss: str) -> list[str]:
         parts = write(text, loss)
         with ExitStack() as stack:
-            context = RunContext(tiny_config(*RUN, *data), jax.devices()[:2], stack)
+            context = RunContext(one_layer_config(*RUN, *data), jax.devices()[:2], stack)
             return Session(context, open_pretraining(context, parts))._changes
 
     write("one", "1")
-    train(tiny_config(*RUN, "steps=1", *data), jax.devices()[:2])
+    train(one_layer_config(*RUN, "steps=1", *data), jax.devices()[:2])
     assert [line for line in told("one", "1") if "last session" in line] == [], "it had no loss of its own"
     assert told("one", "1") == []
     assert told("one", "2") == ["changed since the last session: the file of objective"]

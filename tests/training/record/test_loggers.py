@@ -22,7 +22,7 @@ from maxbatch.training.record import loggers
 from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import IDS_FILE
 from tests.helpers.stores import Store
-from tests.helpers.tiny import read_metrics, tiny_config
+from tests.helpers.tiny import one_layer_config, read_metrics
 
 ONE = jax.devices()[:1]
 
@@ -58,7 +58,7 @@ def test_an_extra_that_is_missing_is_one_line_before_anything_is_made(
     monkeypatch.setitem(sys.modules, "mlflow", None)
     run_dir = tmp_path / "run"
     with pytest.raises(ConfigError, match=r"log_to=mlflow: .*pip install 'maxbatch\[mlflow\]'"):
-        train(tiny_config("log_to=tensorboard,mlflow", "steps=1", f"run_dir={run_dir}"), ONE)
+        train(one_layer_config("log_to=tensorboard,mlflow", "steps=1", f"run_dir={run_dir}"), ONE)
     assert not run_dir.exists()
 
 
@@ -66,8 +66,8 @@ def test_a_resumed_run_goes_on_as_the_same_run_of_the_tracker(tmp_path: Path, mo
     fake = FakeWandb()
     as_module(fake, monkeypatch)
     base = ("log_to=wandb", f"run_dir={tmp_path}/sweep/0007", "learning_rate_schedule=constant")
-    train(tiny_config(*base, "steps=1"), ONE)
-    train(tiny_config(*base, "steps=2"), ONE)
+    train(one_layer_config(*base, "steps=1"), ONE)
+    train(one_layer_config(*base, "steps=2"), ONE)
     first, second = fake.begun
     assert first["id"] == second["id"] == json.loads((tmp_path / "sweep/0007" / IDS_FILE).read_text())["wandb"]
     assert first["name"] == "sweep/0007" and first["config"]["per_device_batch_size"] == 16
@@ -80,7 +80,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_run_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     as_module(FakeWandb(fails_at=2), monkeypatch)
-    train(tiny_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
     assert capsys.readouterr().err.count("wandb failed (no network); the run continues without it") == 1
     assert len(read_metrics(tmp_path)) == 3
 
@@ -93,7 +93,7 @@ def test_a_tracker_that_hangs_holds_up_neither_training_nor_its_end(
     setattr(fake, method, lambda *_, **__: answers.wait())
     as_module(fake, monkeypatch)
     monkeypatch.setattr(loggers, "_END_S", 0.1)
-    train(tiny_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("log_to=wandb", "steps=3", f"run_dir={tmp_path}"), ONE)
     answers.set()
     assert capsys.readouterr().err.count("wandb did not end within 0.1 s; the run continues without it") == 1
     assert len(read_metrics(tmp_path)) == 3
@@ -105,12 +105,12 @@ def test_a_tracker_that_does_not_begin_is_one_line(tmp_path: Path, monkeypatch: 
     as_module(fake, monkeypatch)
     monkeypatch.setattr(loggers, "_BEGIN_S", 0.1)
     with pytest.raises(ConfigError, match=r"wandb cannot be used \(no answer within 0.1 s\); works: WANDB_MODE"):
-        train(tiny_config("log_to=wandb", "steps=1", f"run_dir={tmp_path}"), ONE)
+        train(one_layer_config("log_to=wandb", "steps=1", f"run_dir={tmp_path}"), ONE)
     answers.set()
 
 
 def test_tensorboard_has_the_hyperparameters_of_a_run(tmp_path: Path) -> None:
-    train(tiny_config("steps=1", "learning_rate=0.0625", f"run_dir={tmp_path}"), ONE)
+    train(one_layer_config("steps=1", "learning_rate=0.0625", f"run_dir={tmp_path}"), ONE)
     (file,) = tmp_path.glob("*tfevents*")
     found: dict[str, Any] = {}
     content, place = file.read_bytes(), 0
@@ -145,12 +145,12 @@ def test_tensorboard_brings_no_clients_of_object_stores() -> None:
 @pytest.mark.parametrize("text", ["wandb", "[tensorboard, wandb]", "tensorboard,wandb", "none", ""])
 def test_log_to_is_a_list_of_words(text: str) -> None:
     words = [word.strip() for word in text.strip("[]").split(",") if word.strip() not in ("", "none")]
-    assert tiny_config(f"log_to={text}").log_to == ",".join(words)
+    assert one_layer_config(f"log_to={text}").log_to == ",".join(words)
 
 
 def test_an_unknown_logger_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"log_to=tensorbord: must be one of .*works: log_to=tensorboard"):
-        tiny_config("log_to=tensorbord")
+        one_layer_config("log_to=tensorbord")
 
 
 @pytest.mark.runs
@@ -161,6 +161,6 @@ def test_the_real_tracker_takes_a_run_offline(name: str, tmp_path: Path, monkeyp
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file:{tmp_path}/mlruns")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    train(tiny_config(f"log_to={name}", "steps=2", f"run_dir={tmp_path}/run"), ONE)
+    train(one_layer_config(f"log_to={name}", "steps=2", f"run_dir={tmp_path}/run"), ONE)
     written = list((tmp_path / "run").glob("wandb/offline-run-*")) or list((tmp_path / "mlruns").rglob("loss"))
     assert written
