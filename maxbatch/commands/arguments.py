@@ -62,7 +62,7 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> Config:
 
 
 def on_machine(
-    error: ConfigError, devices: int | None, hosts: int | None, slices: int = 1, has_flags: bool = False
+    error: ConfigError, devices: int | None, hosts: int | None, slices: int = 1, *, has_flags: bool
 ) -> ConfigError:
     """Returns a config error for the machine of a command line, for which it answers unknown keys.
 

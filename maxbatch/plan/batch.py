@@ -267,10 +267,10 @@ class BatchPlan:
         first = (micro_batch * self.batch_shards + shard) * rows
         return update * pairs + min(first, pairs), update * pairs + min(first + rows, pairs)
 
-    def layout(self, stage: int = -1) -> list[list[tuple[int, int]]]:
-        """Returns `samples_of` for each micro-batch and each batch shard of a stage."""
-        steps = self.stages[stage].gradient_accumulation_steps
-        return [[self.samples_of(stage, j, d) for d in range(self.batch_shards)] for j in range(steps)]
+    def layout(self) -> list[list[tuple[int, int]]]:
+        """Returns `samples_of` for each micro-batch and each batch shard of the last stage."""
+        steps = self.stages[-1].gradient_accumulation_steps
+        return [[self.samples_of(-1, j, d) for d in range(self.batch_shards)] for j in range(steps)]
 
 
 _NOT_NUMBERS = ("sample", "decays", "manager", "meshes", "warnings", "rl", "experts")

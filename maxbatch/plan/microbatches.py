@@ -90,7 +90,7 @@ class MicrobatchUnit(NamedTuple):
         return f"{self.batch_shards} batch shards x {self.num_pipeline_microbatches} pipeline microbatches"
 
 
-def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int = 0) -> tuple[SplitStage, ...]:
+def split_stages(config: PlanConfig, unit: MicrobatchUnit, samples_seen: int) -> tuple[SplitStage, ...]:
     """Returns how the stages of pre-training run on devices; stages before `samples_seen` need not fit.
 
     Raises:

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.table import Format
-from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates, steps_of
+from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates
 from maxbatch.commands.import_config.translation import Translation
 
 # Its prompter's text around a record.
@@ -25,7 +25,7 @@ def _passes(t: Translation, word: str) -> None:
 
 
 def _base_model(t: Translation, word: str) -> None:
-    take_parameters(t, word, t.text(word))
+    take_parameters(t, word)
     t.settings |= {"tokenizer_type": "huggingface", "tokenizer_path": t.text(word)}
 
 
@@ -141,11 +141,11 @@ def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:
 
 FORMAT = Format(
     "axolotl",
-    per_device_equation("micro_batch_size", "gradient_accumulation_steps"),
+    per_device_equation("micro_batch_size"),
     {
         "passes": _passes,
         "length": lambda t, _: length(t, "num_epochs"),
-        "rates": lambda t, word: rates(t, word, steps_of(t), math.floor),
+        "rates": lambda t, word: rates(t, word, math.floor),
         "base_model": _base_model,
         "sources": _sources,
         "weight": _weight,

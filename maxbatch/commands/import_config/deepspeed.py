@@ -29,8 +29,5 @@ def _schedule(t: Translation, word: str) -> None:
 
 
 FORMAT = Format(
-    "deepspeed",
-    per_device_equation("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"),
-    {"schedule": _schedule},
-    parent=TRAINER,
+    "deepspeed", per_device_equation("train_micro_batch_size_per_gpu"), {"schedule": _schedule}, parent=TRAINER
 )

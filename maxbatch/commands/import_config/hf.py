@@ -6,7 +6,7 @@ import math
 
 from maxbatch.commands.import_config.steps import take_dataset, take_parameters
 from maxbatch.commands.import_config.table import Format
-from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates, steps_of
+from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates
 from maxbatch.commands.import_config.translation import Translation
 
 # Words of TRL's DPOConfig and ORPOConfig (docs: dpo_trainer, orpo_trainer), and of its trainers of generated responses.
@@ -41,11 +41,11 @@ def _dataset(t: Translation, word: str) -> None:
 
 FORMAT = Format(
     "hf",
-    per_device_equation("per_device_train_batch_size", "gradient_accumulation_steps"),
+    per_device_equation("per_device_train_batch_size"),
     {
         "length": lambda t, word: length(t, "num_train_epochs"),
-        "rates": lambda t, word: rates(t, word, steps_of(t), math.ceil),
-        "parameters": lambda t, word: take_parameters(t, word, t.text(word)),
+        "rates": lambda t, word: rates(t, word, math.ceil),
+        "parameters": take_parameters,
         "weight": _weight,
         "dataset": _dataset,
     },

@@ -40,8 +40,9 @@ def take_dataset(t: Translation, step: str, settings: Mapping[str, str]) -> None
             t.map(word, dataset_path=ours["dataset_path"])
 
 
-def take_parameters(t: Translation, word: str, path: str) -> None:
+def take_parameters(t: Translation, word: str) -> None:
     """Takes a word as the initial model, a folder or a hub name."""
+    path = t.text(word)
     model = _preset_of(path)
     if os.path.isfile(f"{path}/config.json"):
         t.map(word, load_parameters_path=path, model_name="auto")

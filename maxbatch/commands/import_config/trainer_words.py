@@ -15,14 +15,14 @@ _TARGETS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "ou
             "up_proj": "up", "down_proj": "down"}  # fmt: skip
 
 
-def steps_of(t: Translation) -> float | None:
+def _steps_of(t: Translation) -> float | None:
     """Returns the updates of a run, or None."""
     number = t.number("max_steps")
     return number if number is not None and number > 0 else None
 
 
 def length(t: Translation, epochs: str) -> None:
-    if steps_of(t) is not None:
+    if _steps_of(t) is not None:
         t.map("max_steps", steps=t.text("max_steps"))
         if epochs in t:
             t.ignore(epochs, "max_steps sets the length")
@@ -34,10 +34,10 @@ def length(t: Translation, epochs: str) -> None:
     t.map(epochs, num_epochs=t.text(epochs))
 
 
-def rates(t: Translation, word: str, steps: float | None, whole: Callable[[float], int]) -> None:
+def rates(t: Translation, word: str, whole: Callable[[float], int]) -> None:
     """Takes the learning-rate schedule and its warmup; `whole` rounds the warmup to steps as the other program does."""
     kind = t.text(word).lower()
-    warmup = _warmup(t, steps, whole)
+    warmup = _warmup(t, whole)
     schedule = {
         "linear": {"learning_rate_schedule": "wsd", "learning_rate_final_fraction": "0",
                    "wsd_decay_steps_fraction": f"{1 - warmup:.12g}"},
@@ -54,9 +54,9 @@ def rates(t: Translation, word: str, steps: float | None, whole: Callable[[float
         t.map("cosine_min_lr_ratio", learning_rate_final_fraction=t.text("cosine_min_lr_ratio"))
 
 
-def _warmup(t: Translation, steps: float | None, whole: Callable[[float], int]) -> float:
+def _warmup(t: Translation, whole: Callable[[float], int]) -> float:
     """Takes the warmup; returns it as a share of the run."""
-    updates, ratio = t.number("warmup_steps") or 0.0, t.number("warmup_ratio") or 0.0
+    steps, updates, ratio = _steps_of(t), t.number("warmup_steps") or 0.0, t.number("warmup_ratio") or 0.0
     if updates >= 1:
         if steps is None:
             t.refuse("warmup_steps", "a share of the run: state warmup_ratio, or max_steps beside it")
@@ -135,15 +135,15 @@ def _targets(t: Translation, _: str) -> None:
         t.map("lora_target_modules", lora_targets=targets)
 
 
-def per_device_equation(p: str, g: str) -> Equation:
-    """Returns the equation of a batch stated by rows per device (`p`) and passes (`g`)."""
+def per_device_equation(p: str) -> Equation:
+    """Returns the equation of a batch stated by rows per device (`p`) and passes."""
 
     def equation(t: Translation) -> tuple[str, str]:
         rows, steps = t.settings.get("per_device_batch_size", "?"), t.settings.get("gradient_accumulation_steps")
         if batch := t.settings.get("global_batch_size"):
-            there = f"train_batch_size {batch} = {p} x {g} x GPUs"
+            there = f"train_batch_size {batch} = {p} x gradient_accumulation_steps x GPUs"
             return there, f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
-        there = f"{p} {rows} x {g} {steps} x GPUs"
+        there = f"{p} {rows} x gradient_accumulation_steps {steps} x GPUs"
         return there, f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}"
 
     return equation

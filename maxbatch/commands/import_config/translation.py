@@ -186,7 +186,7 @@ class Translation:
         """Ignores a word without effect on training."""
         self._tell(word, IGNORED, why)
 
-    def _lack(self, word: str, why: str, is_essential: bool = False) -> None:
+    def _lack(self, word: str, why: str, is_essential: bool) -> None:
         """Refuses a word without a counterpart, unless it has its default."""
         if word in self._stated and self._is_default(word, self._stated[word]):
             self.ignore(word, f"MaxText's default; at others: {why}")
