@@ -39,7 +39,6 @@ class Parameter:
     is_lookup: bool = False  # a lookup of rows; tied to the output, it also multiplies, transposed
     per_expert: bool = False  # whether each expert has one
     is_float32: bool = False  # whether it is float32 for any `weight_dtype`
-    is_learned: bool = True  # whether the optimizer steps it
     is_convolution: bool = False  # the weights of a depthwise convolution; its width is the last axis
     first: Literal["zeros", "ones", "decays"] = "zeros"  # of vectors, unless they are scales
     kept: str = ""  # the name of its product for rematerialisation
@@ -287,9 +286,7 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{experts}.expert_down", (attended,), ("moe_mlp",), per_expert=True, kept="moe_mlpwo"),
             *(biases if family.has_expert_biases else ()),
             *(scales if family.has_experts_beside_mlp else ()),
-            Parameter(
-                f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, is_learned=False, has=lambda m: m.routed_bias
-            ),
+            Parameter(f"{experts}.{ROUTED_BIAS}", ("router",), is_float32=True, has=lambda m: m.routed_bias),
         )
 
     def widen(name: str) -> Parameter:
