@@ -93,10 +93,6 @@ def _tfds(t: Translation, _: str) -> None:
         files = f"{held_out}/*-{t.text('eval_split', 'validation')}.tfrecord*"
         for word in ("eval_dataset_name", "eval_split"):
             t.map(word, eval_dataset_path=files)
-    else:
-        for word in ("eval_dataset_name", "eval_split"):
-            if word in t:
-                t.ignore(word, "eval_interval=-1: there is no eval")
 
 
 def _hf(t: Translation, _: str) -> None:
