@@ -18,7 +18,7 @@ from typing import NamedTuple
 from maxbatch.config.base_yml import base_path, base_yml
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Entry, Fixes, Key, Part
-from maxbatch.config.paths import configs_dir, place_fault
+from maxbatch.config.paths import configs_dir, place_fault, presets
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path, value_text
@@ -246,16 +246,16 @@ def _preset(naming: int, layers: Sequence[_Layer]) -> _Layer | None:
         return None
     if model_name == AUTO:
         return _imported(naming, layers)
-    presets = {p.stem: p for p in sorted((configs_dir() / "models").glob("*.yml"))}
-    if model_name not in presets:
-        nearest = nearest_name(model_name, presets) or "default"
+    files = presets()
+    if model_name not in files:
+        nearest = nearest_name(model_name, files) or "default"
         raise ConfigError(
-            f"model_name={shown(model_name)}: must be default, {AUTO} or one of {shown(', '.join(presets), 300)}; "
+            f"model_name={shown(model_name)}: must be default, {AUTO} or one of {shown(', '.join(files), 300)}; "
             f"works: model_name={nearest}"
         )
     from maxbatch.config.yaml_file import entries
 
-    return _layer("preset", entries(presets[model_name]))
+    return _layer("preset", entries(files[model_name]))
 
 
 def _imported(naming: int, layers: Sequence[_Layer]) -> _Layer | None:

@@ -20,6 +20,11 @@ def configs_dir() -> Path:
     return checkout if (checkout / "base.yml").is_file() else package / "configs"
 
 
+def presets() -> dict[str, Path]:
+    """Returns the files of the presets by name, in the order of their names."""
+    return {path.stem: path for path in sorted((configs_dir() / "models").glob("*.yml"))}
+
+
 def local_fault(path: str) -> str | None:
     """Returns the rule broken by a path that is not local; None for a local path."""
     if url_fault(path) or is_remote(path):

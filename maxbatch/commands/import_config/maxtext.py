@@ -7,7 +7,6 @@ import re
 
 from maxbatch.commands.import_config.maxtext_data import DATA_CONDITIONS, DATA_RULES
 from maxbatch.commands.import_config.maxtext_defaults import follows, is_default
-from maxbatch.commands.import_config.maxtext_files import presets
 from maxbatch.commands.import_config.maxtext_model import MODEL_CONDITIONS, MODEL_RULES
 from maxbatch.commands.import_config.maxtext_rl import RL_CONDITIONS, RL_RULES
 from maxbatch.commands.import_config.steps import take_orbax
@@ -15,6 +14,7 @@ from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
+from maxbatch.config.paths import presets
 from maxbatch.config.sections import REMAT_TENSORS
 from maxbatch.config.values import shown
 from maxbatch.plan.mesh_shape import AXES, axis_key

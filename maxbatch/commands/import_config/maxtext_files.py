@@ -20,7 +20,7 @@ from maxbatch.commands.import_config.reading import is_yaml, read_yaml
 from maxbatch.commands.import_config.shell import UNSET, config_file_of, is_config_file, read_command, settings_of
 from maxbatch.commands.import_config.translation import Displaced, NameOfFile, Stated
 from maxbatch.config.keys import Fixes
-from maxbatch.config.paths import configs_dir
+from maxbatch.config.paths import presets
 from maxbatch.config.sections import names_fixing
 from maxbatch.config.values import NULLS, shown, shown_path
 from maxbatch.system.errors import ConfigError
@@ -126,10 +126,6 @@ def _below_model(words: dict[str, Stated], name: str) -> dict[str, Stated]:
         else value
         for word, value in words.items()
     }
-
-
-def presets() -> set[str]:
-    return {path.stem for path in (configs_dir() / "models").glob("*.yml")}
 
 
 def _near(folder: Path, name: str) -> Path | None:

@@ -6,10 +6,10 @@ import math
 import re
 from collections.abc import Mapping
 
-from maxbatch.commands.import_config.maxtext_files import presets
 from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.families import FAMILIES
+from maxbatch.config.paths import presets
 from maxbatch.config.sections import KEYS
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.paths import configs_dir
+from maxbatch.config.paths import presets
 
 _OF_A_CHAT = re.compile(r"[-_](instruct|it|chat|base|hf|pt|bf16)\b", re.I)
 
@@ -60,9 +60,7 @@ def _preset_of(path: str) -> str | None:
     name = path.rpartition("/")[2]
     while _OF_A_CHAT.search(name):
         name = _OF_A_CHAT.sub("", name)
-    plain = _plain(name).removeprefix("meta")
-    presets = {_plain(preset.stem): preset.stem for preset in (configs_dir() / "models").glob("*.yml")}
-    return presets.get(plain)
+    return {_plain(preset): preset for preset in presets()}.get(_plain(name).removeprefix("meta"))
 
 
 def _plain(name: str) -> str:
