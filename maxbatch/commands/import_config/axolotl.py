@@ -40,29 +40,28 @@ def _sources(t: Translation, _: str) -> None:
     if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
         return
     kinds = {str(item.get("type", "completion")) for item in sources}
-    settings, step = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}, ""
+    settings = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}
+    on_answers = "false" if t.is_true("train_on_inputs") else "true"
+    chats = settings | {"use_sft": "true", "sft_train_on_completion_only": on_answers}
     if kinds <= {"completion", "pretrain"}:
         FORMAT.translate(t, "texts")
-    elif kinds == {"chat_template"} and (others := _unlike_ours(_without_sharegpt(sources))):
-        rule = f"records with messages of role and content, without {', '.join(others)}"
-        t.refuse("datasets", rule, is_essential=True)
-        return
-    elif kinds in ({"chat_template"}, {"alpaca"}):
-        on_answers = "false" if t.is_true("train_on_inputs") else "true"
-        settings |= {"use_sft": "true", "sft_train_on_completion_only": on_answers}
-        if kinds == {"alpaca"}:
-            settings["sft_format"], step = "alpaca", _ALPACA
-        elif all(_is_sharegpt(item) for item in sources):
-            settings["sft_format"] = "sharegpt"
-        if "train_on_inputs" in t or kinds == {"alpaca"}:
-            t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
-        if kinds == {"chat_template"}:
-            FORMAT.translate(t, "templates")
-    else:
+        _take_sources(t, sources, settings)
+    elif kinds == {"alpaca"}:
+        t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
+        _take_sources(t, sources, chats | {"sft_format": "alpaca"}, _ALPACA)
+    elif kinds != {"chat_template"}:
         rule = f"type {', '.join(sorted(kinds))}: completion, chat_template or alpaca"
         t.refuse("datasets", rule, is_essential=True)
-        return
-    _take_sources(t, sources, settings, step)
+    elif others := _unlike_ours(_without_sharegpt(sources)):
+        rule = f"records with messages of role and content, without {', '.join(others)}"
+        t.refuse("datasets", rule, is_essential=True)
+    else:
+        if all(map(_is_sharegpt, sources)):
+            chats["sft_format"] = "sharegpt"
+        if "train_on_inputs" in t:
+            t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
+        FORMAT.translate(t, "templates")
+        _take_sources(t, sources, chats)
 
 
 def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mapping[str, str], step: str = "") -> None:
