@@ -169,8 +169,8 @@ def test_gemma4_routes_and_balances_alike_on_all_layouts(tmp_path):
         assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
-def test_a_cycle_of_gated_delta_rules_and_attention_is_one_run_on_all_layouts(tmp_path, monkeypatch):
-    """Also with a context axis, whose devices each run the rule over whole rows."""
+def test_gated_delta_rules_and_attention_are_one_run_on_tensor_context_and_pipeline_axes(tmp_path, monkeypatch):
+    """Devices of a context axis each run the rule over whole rows."""
     monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 7)
     keys = (
         "decoder_block=qwen3_next", "inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4",
@@ -178,12 +178,10 @@ def test_a_cycle_of_gated_delta_rules_and_attention_is_one_run_on_all_layouts(tm
         "partial_rotary_factor=0.5", "steps=2", UNSAVED,
     )  # fmt: skip
     expected = run(tmp_path / "whole", "", *keys)
-    context = ("ici_expert_parallelism=1", "ici_context_parallelism=2", "remat_policy=minimal")
-    in_loop = ("scan_layers=true", "remat_policy=full")
-    for layout, others in (("experts, tensor and fsdp", in_loop), ("experts and pipeline", context)):
-        found = run(tmp_path / layout, layout, *keys, *others)
-        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
-        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
+    split = [f"ici_{axis}_parallelism={size}" for axis, size in (("expert", 1), ("context", 2), ("pipeline", 2))]
+    found = run(tmp_path / "split", "experts, tensor and fsdp", *keys, *split, "remat_policy=full")
+    assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+    assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
 def bias_of(run_dir: Path) -> np.ndarray:

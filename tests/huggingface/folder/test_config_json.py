@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,29 @@ def test_packed_weights_of_4_bits_are_refused_by_name(tmp_path: Path) -> None:
         '{"model_type": "gpt_oss", "num_local_experts": 32, "quantization_config": {"quant_method": "mxfp4"}}'
     )
     with pytest.raises(ConfigError, match=r"quant_method=mxfp4: packed 4-bit weights are not read; works: ") as error:
+        keys_of_folder(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama4_text", "floor_scale", 4096),
+        ("llama4_text", "attn_scale", 0.2),
+        ("qwen3_next", "linear_conv_kernel_dim", 3),
+        ("qwen3_5_moe_text", "linear_value_head_dim", 64),
+        ("qwen3_next", "shared_expert_intermediate_size", 500),
+        ("qwen3_next", "layer_types", ["full_attention", "linear_attention", "linear_attention", "linear_attention"]),
+    ],
+)
+def test_values_that_no_published_model_of_a_family_has_are_refused_by_name(
+    tmp_path: Path, family: str, field: str, value: object
+) -> None:
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 300}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes}))
+    keys_of_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family, **sizes, field: value}))
+    with pytest.raises(ConfigError, match=field) as error:
         keys_of_folder(tmp_path)
     assert "\n" not in str(error.value)
 
