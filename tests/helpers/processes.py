@@ -39,7 +39,7 @@ def wait_for(
     while not condition():
         assert process is None or process.poll() is None, process.stdout and process.stdout.read()
         assert time.monotonic() < end, "it took too long"
-        time.sleep(0.02)
+        time.sleep(0.05)  # each look at a bucket is a request
 
 
 def children_of(pid: int) -> list[int]:

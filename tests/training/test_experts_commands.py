@@ -17,15 +17,15 @@ from maxbatch.training.pretraining import train
 from tests.helpers.chats import chat_config, chat_overrides, some_talks
 from tests.helpers.command import Hold, start
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import SAME, TINY_MODEL, assert_same_run, read_metrics
+from tests.helpers.tiny import ONE_LAYER, SAME, TINY_MODEL, assert_same_run, read_metrics
 
 pytestmark = pytest.mark.processes
 
 RUN = (
-    *TINY_MODEL, "max_target_length=64", "packing=false", "global_batch_size=8", "generate_prompt=", "eval_interval=-1",
-    "learning_rate_schedule=constant", "warmup_steps_fraction=0", "log_period=1", "steps=6", "checkpoint_period=2",
-    "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "base_moe_mlp_dim=32",
-    "logits_via_embedding=false", "load_balance_loss_weight=0.1", "load_balance_scope=global",
+    *TINY_MODEL, ONE_LAYER, "max_target_length=64", "packing=false", "global_batch_size=8", "generate_prompt=",
+    "eval_interval=-1", "learning_rate_schedule=constant", "warmup_steps_fraction=0", "log_period=1", "steps=6",
+    "checkpoint_period=2", "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true",
+    "base_moe_mlp_dim=32", "logits_via_embedding=false", "load_balance_loss_weight=0.1", "load_balance_scope=global",
     "router_z_loss_weight=0.01",
 )  # fmt: skip
 SPLIT = ("per_device_batch_size=1", "ici_expert_parallelism=2")

@@ -21,7 +21,7 @@ from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.pretraining import train
 from tests.data.store.test_tokenizers import write_bpe
-from tests.helpers.command import Hold, environment, maxbatch
+from tests.helpers.command import Hold, environment, maxbatch, start
 from tests.helpers.processes import wait_for
 from tests.helpers.stores import LEASE_WRITES, Store, on
 from tests.helpers.tiny import ONE_LAYER, TINY_RUN, assert_same_run, tiny_config
@@ -144,27 +144,21 @@ def test_a_run_killed_on_two_hosts_goes_on_on_one_from_another_folder(
 
 
 @pytest.mark.slow
+@on("gs")
 def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store: Store) -> None:
     run_dir = store.bucket() + "/run"
     arguments = [*RAMPED, f"run_dir={run_dir}", "steps=16", "checkpoint_period=4"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "maxbatch", "train", *arguments],
-        env=environment() | Hold(12, Path.cwd()).variables, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    end = time.monotonic() + 300
-    while len(committed_steps(as_path(run_dir))) < 2:
-        assert time.monotonic() < end and process.poll() is None
-        time.sleep(0.2)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process = start("train", *arguments, **Hold(12, Path.cwd()).variables)
+    wait_for(lambda: len(committed_steps(as_path(run_dir))) > 1, process)
+    process.kill()
+    process.communicate()
     assert (as_path(run_dir) / ".lease").exists()
     found: list[subprocess.CompletedProcess[str]] = []
     starts = [threading.Thread(target=lambda: found.append(maxbatch("train", *arguments))) for _ in range(2)]
-    for start in starts:
-        start.start()
-    for start in starts:
-        start.join()
+    for thread in starts:
+        thread.start()
+    for thread in starts:
+        thread.join()
     done, refused = sorted(found, key=lambda one: one.returncode)
     assert done.returncode == 0, done.stderr
     assert [r["step"] for r in records(as_path(run_dir))] == list(range(1, 17))
@@ -175,6 +169,7 @@ def test_a_run_that_is_killed_goes_on_at_once_and_of_two_starts_one_trains(store
 
 
 @pytest.mark.slow
+@on("s3")
 def test_of_two_starts_at_the_same_moment_one_trains_and_the_other_is_refused_in_one_line(store: Store) -> None:
     run_dir = store.bucket() + "/run"
     keys = [*RAMPED, f"run_dir={run_dir}", "steps=1000000", "checkpoint_period=4"]
