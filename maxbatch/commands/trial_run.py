@@ -90,13 +90,14 @@ def _model_keys(config: Config, stages: int) -> dict[str, object]:
     names = ("rope_short_factors", "rope_long_factors")
     factors = {name: ",".join(str(config[name]).split(",")[: _HEAD // 2]) for name in names}
     dense = min(config.first_num_dense_layers, 1)
+    last = layers if config.num_kv_shared_layers else 0
     most = _MOST_OF_EXPERTS | (_MOST_OF_LATENTS if FAMILIES[config.decoder_block].has_latents else {})
     return {
-        "base_num_decoder_layers": max(2, layers) + dense,
+        "base_num_decoder_layers": max(2, layers + last) + dense,
         "first_num_dense_layers": dense,
+        "num_kv_shared_layers": last,
         "base_num_kv_heads": kv_heads,
         "attention_output_dim": attended,
-        "global_head_dim": min(config.global_head_dim, 2 * _HEAD),
         "global_num_kv_heads": kv_heads if config.global_num_kv_heads else 0,
         "num_experts": _EXPERTS if has_experts else 1,
         "num_experts_per_tok": min(config.num_experts_per_tok, _EXPERTS // 2),

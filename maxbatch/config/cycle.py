@@ -29,7 +29,8 @@ def possible_forms(family: Family) -> tuple[LayerForm, ...]:
     if family.has_delta_rule:
         return tuple(LayerForm(has_experts=True, is_local=False, has_delta_rule=has_it) for has_it in (True, False))
     windows = (True, False) if family.has_global_heads else (False,)
-    return tuple(LayerForm(has_experts, is_local) for has_experts in (False, True) for is_local in windows)
+    may_have = (False, True) if family.has_experts else (False,)
+    return tuple(LayerForm(has_experts, is_local) for has_experts in may_have for is_local in windows)
 
 
 def cycle_length(model: ModelConfig) -> int:
@@ -56,7 +57,7 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
             LayerForm(has_experts=True, is_local=False, has_delta_rule=place + 1 < length) for place in range(length)
         )
     windows, experts_step = model.attention_type.split(","), model.interleave_moe_layer_step
-    may_have = model.num_experts > 1 or not family.has_experts_beside_mlp
+    may_have = family.has_experts and (model.num_experts > 1 or not family.has_experts_beside_mlp)
     unrotated_step, has_chunks = max(0, model.nope_layer_interval), model.chunk_attn_window_size > 0
 
     def form(place: int) -> LayerForm:
@@ -65,6 +66,15 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
         return LayerForm(may_have and (place + 1) % experts_step == 0, is_local, has_rope)
 
     return tuple(map(form, range(cycle_length(model))))
+
+
+def places_of_shared_keys(cycle: tuple[LayerForm, ...]) -> tuple[int, ...]:
+    """Returns for each place of a cycle the last one that has as much in sight, local or global, as it has.
+
+    Layers without keys of their own take those of that place in the last cycle of layers that have them.
+    """
+    last = {form.is_local: place for place, form in enumerate(cycle)}
+    return tuple(last[form.is_local] for form in cycle)
 
 
 def local_layers(model: ModelConfig, num_layers: int) -> tuple[bool, ...]:

@@ -65,9 +65,14 @@ class Family:
     # With several experts its layers have them beside the MLP: both have norms of their own before they are added, and
     # the router reads the stream through a norm, a scale of each channel and a scale of each expert's weight.
     has_experts_beside_mlp: bool = False
-    has_global_heads: bool = False  # global layers have heads of their own sizes, and rotate a part of each
+    # The heads of global layers are twice as wide, may have other numbers of keys, and are rotated in part.
+    has_global_heads: bool = False
+    shares_kv_projections: bool = False  # one product gives the keys and the values of a global layer
     has_value_norm: bool = False  # the values of a head are normalised
     has_layer_scale: bool = False  # a layer's output, the stream included, is multiplied by a learned number
+    # Width of an input that each layer has besides the stream, made of the tokens and their embedding; 0: none. Only
+    # this form has last layers that share keys and values (`num_kv_shared_layers`).
+    layer_input_width: int = 0
     # Keys and values come from latents. Only this form has first layers without experts, shared experts and groups.
     has_latents: bool = False
     # The last layer of a cycle has attention, and the others the gated delta rule (`maxbatch.model.delta_rule`).
@@ -155,13 +160,15 @@ _GEMMA3 = dataclasses.replace(
 _GEMMA4 = Family(
     decoder_block="gemma4", model_type="gemma4_text", architecture="Gemma4ForCausalLM",
     norms_after="both", scales_embedding=True, has_experts=True, has_cycle=True, always_normalises=True,
-    has_experts_beside_mlp=True, has_global_heads=True, has_value_norm=True, has_layer_scale=True,
+    has_experts_beside_mlp=True, has_global_heads=True, shares_kv_projections=True, has_value_norm=True,
+    has_layer_scale=True,
     own_keys=(
-        "global_head_dim", "global_num_kv_heads", "share_kv_projections", "partial_rotary_factor",
+        "global_num_kv_heads", "partial_rotary_factor",
     ),
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
         "hidden_act": "gelu_pytorch_tanh", "global_head_dim": 512, "hidden_size_per_layer_input": 256,
+        "vocab_size_per_layer_input": 262144,
         "rope_parameters": {
             "full_attention": {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1e6},
             "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
@@ -181,6 +188,20 @@ _GEMMA4 = Family(
         "experts.expert_up": "experts.gate_up_proj", "experts.expert_down": "experts.down_proj",
     },
     experts_alternate=False, expert_outputs_first=True,
+)  # fmt: skip
+_GEMMA4_SMALL = dataclasses.replace(
+    _GEMMA4, decoder_block="gemma4_small", has_experts=False, always_normalises=False, has_experts_beside_mlp=False,
+    shares_kv_projections=False, layer_input_width=256,
+    own_keys=(*_GEMMA4.own_keys, "num_kv_shared_layers", "use_double_wide_mlp"),
+    modules={
+        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+        "layer_inputs.embedding": "model.embed_tokens_per_layer",
+        "layer_inputs.projection": "model.per_layer_model_projection",
+        "layer_inputs.norm": "model.per_layer_projection_norm", "input_gate": "per_layer_input_gate",
+        "input_out": "per_layer_projection", "input_norm": "post_per_layer_input_norm",
+    },
+    tensors={"layer_scale": "layer_scalar"},
 )  # fmt: skip
 _OLMO2 = Family(
     decoder_block="olmo2", model_type="olmo2", architecture="Olmo2ForCausalLM",
@@ -403,6 +424,7 @@ FAMILIES: dict[str, Family] = {
         _GEMMA2,
         _GEMMA3,
         _GEMMA4,
+        _GEMMA4_SMALL,
         _OLMO2,
         _OLMO3,
         _PHI3,
@@ -419,5 +441,8 @@ FAMILIES: dict[str, Family] = {
         _QWEN3_5,
     )
 }
-# By the `model_type` of a `config.json`.
-MODEL_TYPES: dict[str, Family] = {family.model_type: family for family in FAMILIES.values() if family.model_type}
+# By the `model_type` of a `config.json`; it may have several families.
+MODEL_TYPES: dict[str, tuple[Family, ...]] = {
+    name: tuple(family for family in FAMILIES.values() if family.model_type == name)
+    for name in dict.fromkeys(family.model_type for family in FAMILIES.values() if family.model_type)
+}

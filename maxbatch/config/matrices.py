@@ -19,11 +19,12 @@ from maxbatch.config.sections import ModelConfig
 Axes = tuple[str, ...]
 ParameterPath = tuple[str, ...]
 ROUTED_BIAS = "routed_bias"  # moved by `routed_bias_update_rate`, not by the optimizer
-# The stacks of layers: the first, dense ones of a model with experts, and all others. Layers of several forms are
-# stacked by their place in the cycle that they repeat, a number behind the stack's name (`layers.1.attention.query`).
-DENSE_LAYERS, LAYERS = "dense_layers", "layers"
+# The stacks of layers, in order: the first, dense ones of a model with experts; most layers; and the last ones, whose
+# keys and values are those of layers before them. Layers of several forms are stacked by their place in the cycle that
+# they repeat, a number behind the stack's name (`layers.1.attention.query`).
+STACKS = (DENSE_LAYERS, LAYERS, KV_SHARED_LAYERS) = ("dense_layers", "layers", "kv_shared_layers")
 # Axes of vectors that are computed in float32.
-NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "delta_norm", "decay_heads")
+NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "input_norm", "delta_norm", "decay_heads")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Parameter:
     @property
     def is_stacked(self) -> bool:
         """Whether each layer has one."""
-        return self.path[0] in (DENSE_LAYERS, LAYERS)
+        return self.path[0] in STACKS
 
     @property
     def layer(self) -> ParameterPath:
@@ -100,9 +101,14 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
         "vocab": model.vocab_size, "position": model.trainable_position_size, "embed": model.base_emb_dim,
         "norm": model.base_emb_dim, "attended": model.attention_output_dim, "attended_norm": model.attention_output_dim,
         "heads": model.base_num_query_heads, "kv_heads": model.base_num_kv_heads,
-        "head_dim": model.head_dim, "global_head_dim": model.global_head_dim or model.head_dim,
+        "head_dim": model.head_dim, "global_head_dim": global_head_dim(model),
         "global_kv_heads": model.global_num_kv_heads or model.base_num_kv_heads,
         "layer": 1, "mlp": model.base_mlp_dim, "experts": model.num_experts,
+        "kv_shared_mlp": model.base_mlp_dim * (2 if model.use_double_wide_mlp else 1),
+        "input_layers": model.base_num_decoder_layers,
+        **dict.fromkeys(
+            ("layer_input", "gated_input", "input_norm"), FAMILIES[model.decoder_block].layer_input_width
+        ),
         "router": model.num_experts, "moe_mlp": moe_mlp_dim(model),
         "shared_mlp": model.shared_experts * moe_mlp_dim(model),
         "q_lora": model.q_lora_rank, "q_latent": model.q_lora_rank, "q_norm": model.q_lora_rank,
@@ -118,22 +124,28 @@ def axis_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def num_layers(model: ModelConfig, stack: str = LAYERS) -> int:
-    dense = model.first_num_dense_layers
-    return dense if stack == DENSE_LAYERS else model.base_num_decoder_layers - dense
+    first, last = model.first_num_dense_layers, model.num_kv_shared_layers
+    sizes = {DENSE_LAYERS: first, LAYERS: model.base_num_decoder_layers - first - last, KV_SHARED_LAYERS: last}
+    return sizes[stack]
+
+
+def first_layer(model: ModelConfig, stack: str) -> int:
+    """Returns the number of a stack's first layer."""
+    return sum(num_layers(model, before) for before in STACKS[: STACKS.index(stack)])
 
 
 def num_stacked(model: ModelConfig, stack: str = LAYERS) -> int:
     """Returns the size of a stack's leading axis: its layers, or cycles of layers."""
-    return num_layers(model, stack) // (cycle_length(model) if stack == LAYERS else 1)
+    return num_layers(model, stack) // (1 if stack == DENSE_LAYERS else cycle_length(model))
 
 
-def layer_paths(model: ModelConfig) -> tuple[ParameterPath, ...]:
-    """Returns the path of each place in the cycle of layers, in order; without a cycle, that of all layers."""
-    return _paths(cycle_of(model))
+def layer_paths(model: ModelConfig, stack: str = LAYERS) -> tuple[ParameterPath, ...]:
+    """Returns the path of each place in the cycle of a stack, in order; without a cycle, that of all its layers."""
+    return _paths(cycle_of(model), stack)
 
 
-def _paths(cycle: tuple[LayerForm, ...]) -> tuple[ParameterPath, ...]:
-    return tuple((LAYERS, str(place)) for place in range(len(cycle))) if cycle[1:] else ((LAYERS,),)
+def _paths(cycle: tuple[LayerForm, ...], stack: str) -> tuple[ParameterPath, ...]:
+    return tuple((stack, str(place)) for place in range(len(cycle))) if cycle[1:] else ((stack,),)
 
 
 def num_sparse_layers(model: ModelConfig) -> int:
@@ -145,8 +157,13 @@ def attention_widths(model: ModelConfig, is_local: bool = False) -> tuple[int, i
     """Returns the width of a head's query and key, and the width of its value, in local or in global layers."""
     if FAMILIES[model.decoder_block].has_latents:
         return model.qk_nope_head_dim + model.qk_rope_head_dim, model.v_head_dim
-    width = model.head_dim if is_local else model.global_head_dim or model.head_dim
+    width = model.head_dim if is_local else global_head_dim(model)
     return width, width
+
+
+def global_head_dim(model: ModelConfig) -> int:
+    """Returns the width of a head in global layers, without latents."""
+    return 2 * model.head_dim if FAMILIES[model.decoder_block].has_global_heads else model.head_dim
 
 
 def moe_mlp_dim(model: ModelConfig) -> int:
@@ -191,17 +208,14 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         if is_global:
             heads, kv_heads = ("heads", "global_head_dim"), ("global_kv_heads", "global_head_dim")
 
-        def has_value(model: ModelConfig) -> bool:
-            return not (is_global and model.share_kv_projections)
-
-        return (
+        rows = (
             Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
             Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
-            Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj", has=has_value),
+            Parameter(f"{attention}.value", kv_heads, ("embed",), kept="value_proj"),
             Parameter(f"{attention}.out", (attended,), heads, kept="out_proj"),
             Parameter(f"{attention}.query_bias", heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
-            Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias and has_value(m)),
+            Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.out_bias", (attended_norm,), has=has_out_bias),
             *(
                 (Parameter(f"{attention}.query_gate", heads, ("embed",), kept="query_proj"),)
@@ -212,6 +226,12 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{attention}.query_norm.scale", normalised(heads), has=has_scaled_norm),
             Parameter(f"{attention}.key_norm.scale", normalised(kv_heads), has=has_scaled_norm),
         )
+        absent: tuple[str, ...] = ()
+        if attention.startswith(KV_SHARED_LAYERS):
+            absent = ("key", "value", "key_bias", "value_bias", "key_norm.scale")
+        elif is_global and family.shares_kv_projections:
+            absent = ("value", "value_bias")
+        return tuple(row for row in rows if row.name.removeprefix(f"{attention}.") not in absent)
 
     def latent_rows(attention: str, _: LayerForm) -> tuple[Parameter, ...]:
         """Returns the parameters of DeepSeek's attention; a latent and its product are kept as query and key."""
@@ -246,13 +266,13 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{attention}.delta_out", ("embed",), value, kept="out_proj"),
         )
 
-    def mlp_rows(mlp: str) -> tuple[Parameter, ...]:
+    def mlp_rows(mlp: str, hidden: str = "mlp") -> tuple[Parameter, ...]:
         return (
-            Parameter(f"{mlp}.gate", ("mlp",), ("embed",), kept="mlpwi_0", has=is_gated),
-            Parameter(f"{mlp}.up", ("mlp",), ("embed",), kept="mlpwi_1"),  # without a gate, the name of the gate
-            Parameter(f"{mlp}.down", ("embed",), ("mlp",), kept="mlpwo"),
-            Parameter(f"{mlp}.gate_bias", ("mlp",), has=lambda m: is_gated(m) and has_mlp_bias(m)),
-            Parameter(f"{mlp}.up_bias", ("mlp",), has=has_mlp_bias),
+            Parameter(f"{mlp}.gate", (hidden,), ("embed",), kept="mlpwi_0", has=is_gated),
+            Parameter(f"{mlp}.up", (hidden,), ("embed",), kept="mlpwi_1"),  # without a gate, the name of the gate
+            Parameter(f"{mlp}.down", ("embed",), (hidden,), kept="mlpwo"),
+            Parameter(f"{mlp}.gate_bias", (hidden,), has=lambda m: is_gated(m) and has_mlp_bias(m)),
+            Parameter(f"{mlp}.up_bias", (hidden,), has=has_mlp_bias),
             Parameter(f"{mlp}.down_bias", ("norm",), has=has_mlp_bias),
         )
 
@@ -294,7 +314,7 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
 
     def mlp_or_experts(stack: str, has_experts: bool) -> tuple[Parameter, ...]:
         if not has_experts:
-            return mlp_rows(f"{stack}.mlp")
+            return mlp_rows(f"{stack}.mlp", "kv_shared_mlp" if stack.startswith(KV_SHARED_LAYERS) else "mlp")
         if not family.has_experts_beside_mlp:
             return experts_rows(f"{stack}.experts")
         return (
@@ -303,6 +323,21 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             *norm(f"{stack}.experts_norm"),
             *experts_rows(f"{stack}.experts"),
             *norm(f"{stack}.experts_own_norm"),
+        )
+
+    def layer_input_rows(stack: str) -> tuple[Parameter, ...]:
+        return (
+            Parameter(f"{stack}.input_gate", ("gated_input",), ("embed",)),
+            Parameter(f"{stack}.input_out", ("embed",), ("gated_input",)),
+            *norm(f"{stack}.input_norm"),
+        )
+
+    def layer_inputs_rows() -> tuple[Parameter, ...]:
+        of_layers = ("input_layers", "layer_input")
+        return (
+            Parameter("layer_inputs.embedding", of_layers, ("vocab",), is_lookup=True),
+            Parameter("layer_inputs.projection", of_layers, ("embed",)),
+            *norm("layer_inputs.norm", "input_norm"),
         )
 
     def layers(stack: str, form: LayerForm) -> tuple[Parameter, ...]:
@@ -316,18 +351,28 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             *(shared_rows(f"{stack}.shared_experts") if "shared_experts" in family.own_keys and has_experts else ()),
             *((widen(f"{stack}.widen"),) if family.has_narrow_experts else ()),
             *(norm(f"{stack}.mlp_post_norm") if family.norms_after != "none" else ()),
+            *(layer_input_rows(stack) if family.layer_input_width else ()),
             *((Parameter(f"{stack}.layer_scale", ("layer",)),) if family.has_layer_scale else ()),
         )
 
-    def of_dense_layers(row: Parameter) -> Parameter:
-        return dataclasses.replace(row, has=lambda m: m.first_num_dense_layers > 0 and row.has(m))
+    def of_cycle(stack: str) -> tuple[Parameter, ...]:
+        places = zip(_paths(cycle, stack), cycle, strict=True)
+        return tuple(row for path, form in places for row in layers(".".join(path), form))
 
-    dense = map(of_dense_layers, layers(DENSE_LAYERS, LayerForm(has_experts=False))) if family.has_latents else ()
+    def if_any(rows: tuple[Parameter, ...]) -> tuple[Parameter, ...]:
+        def own(row: Parameter) -> Parameter:
+            return dataclasses.replace(row, has=lambda m: num_layers(m, row.path[0]) > 0 and row.has(m))
+
+        return tuple(map(own, rows))
+
+    dense = layers(DENSE_LAYERS, LayerForm(has_experts=False)) if family.has_latents else ()
     return (
         Parameter("embedding", ("embed",), ("vocab",), is_lookup=True),
         Parameter("positions", ("embed",), ("position",), is_lookup=True, has=lambda m: m.trainable_position_size > 0),
-        *dense,
-        *(row for path, form in zip(_paths(cycle), cycle, strict=True) for row in layers(".".join(path), form)),
+        *(layer_inputs_rows() if family.layer_input_width else ()),
+        *if_any(dense),
+        *of_cycle(LAYERS),
+        *(if_any(of_cycle(KV_SHARED_LAYERS)) if "num_kv_shared_layers" in family.own_keys else ()),
         *norm("final_norm"),
         Parameter("output", ("vocab",), ("embed",), has=lambda m: not m.logits_via_embedding),
     )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Key, Keyed, Part
-from maxbatch.config.matrices import KEPT_OF_EXPERTS
+from maxbatch.config.matrices import KEPT_OF_EXPERTS, global_head_dim
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
 from maxbatch.config.sections import READY_TASKS, STORES, AllKeys, customised_tensors, names_of
@@ -311,6 +311,12 @@ def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     if layers % length:
         rule = f"a multiple of {length}, the layers of a cycle of forms"
         raise fault("base_num_decoder_layers", rule, max(1, round(layers / length)) * length)
+    last = config.num_kv_shared_layers
+    if last % length or last >= layers:
+        rule = f"a multiple of {length}, the layers of a cycle of forms, below base_num_decoder_layers={layers}"
+        raise fault("num_kv_shared_layers", rule, min(round(last / length), layers // length - 1) * length)
+    if config.use_double_wide_mlp and not last:
+        raise fault("use_double_wide_mlp", "false beside num_kv_shared_layers=0: no layer would have it", "false")
     if config.chunk_attn_window_size and LOCAL in config.attention_type:
         raise fault("chunk_attn_window_size", f"0 beside attention_type={config.attention_type}", 0)
     step = config.nope_layer_interval
@@ -356,9 +362,10 @@ def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., Co
     rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
     for name in ("base_emb_dim", "attention_output_dim", "base_mlp_dim", "base_moe_mlp_dim"):
         times = config.shared_experts or 1 if name == "base_moe_mlp_dim" else 1
+        times = 2 if name == "base_mlp_dim" and config.use_double_wide_mlp else times
         if config[name] * times > _MOST_INT8_TERMS:
             raise fault(name, rule, _MOST_INT8_TERMS // times)
-    width = max(config.head_dim, config.global_head_dim)
+    width = global_head_dim(config)
     together = math.lcm(config.base_num_kv_heads, config.global_num_kv_heads or 1)
     if has_latents:
         width, together = config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim), 1
@@ -431,13 +438,11 @@ def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[...
 
 def _check_global_heads(config: AllKeys, block: str, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for sizes of global layers' heads, or for a RoPE, that do not suit the family."""
-    heads, kv_heads, width = config.base_num_query_heads, config.global_num_kv_heads, config.global_head_dim
+    heads, kv_heads = config.base_num_query_heads, config.global_num_kv_heads
     if kv_heads and heads % kv_heads:
         divisors = (number for number in range(1, heads + 1) if heads % number == 0)
         nearest = min(divisors, key=lambda number: abs(number - kv_heads))
         raise fault("global_num_kv_heads", f"a divisor of base_num_query_heads={heads}, or 0", nearest)
-    if width % 2:
-        raise fault("global_head_dim", "even, since rotary embeddings turn pairs", width + 1)
     if config.rope_type != "default":
         raise fault("rope_type", f"default beside {block}, which rotates a part of a head", "default")
     if config.trainable_position_size != -1:

@@ -262,10 +262,12 @@ class ModelConfig(Section, changes="the model's computation"):
     base_num_kv_heads: int = key(2,
         "K: key and value heads (grouped-query attention where K < H)", MODEL, COUNT, "heads")
     head_dim: int = key(32, "h: width of a head; even", MODEL, FROM_TWO)
-    global_head_dim: int = key(0, "gemma4: width of a head in global layers; even; 0: head_dim", MODEL, FROM_ZERO)
     global_num_kv_heads: int = key(0, "gemma4: key and value heads of global layers; 0: base_num_kv_heads", MODEL,
         FROM_ZERO, "heads")
-    share_kv_projections: bool = key(False, "gemma4: true: one product gives keys and values of a global layer", MODEL)
+    num_kv_shared_layers: int = key(0, "gemma4_small: last layers that take keys and values of the layers before them; "
+        "whole cycles of attention_type", MODEL, FROM_ZERO, "layers")
+    use_double_wide_mlp: bool = key(False, "gemma4_small: true: the MLPs of these layers have twice base_mlp_dim",
+        MODEL)
     attention_output_dim: int = key(-1, "qwen3_custom_moe: width of attention's output, which its experts take and "
         "return, in place of base_emb_dim", MODEL, COUNT_OR_OFF)
     base_mlp_dim: int = key(384, "F: hidden width of the gated MLP", MODEL, COUNT)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -204,6 +204,13 @@ def _cache_values(weights_BxKxGxTxL: jax.Array, cache: Cache) -> jax.Array:
     return summed
 
 
+class KeysValues(NamedTuple):
+    """The keys of a layer, normalised and rotated, and its values."""
+
+    k_MxLxKxh: jax.Array
+    v_MxLxKxh: jax.Array
+
+
 class Attention(nnx.Module):
     """Causal grouped-query self-attention. Source: LLaMA (Touvron et al. 2023) with the GQA of LLaMA 2.
 
@@ -211,7 +218,7 @@ class Attention(nnx.Module):
     """
 
     query: nnx.Param[jax.Array]
-    key: nnx.Param[jax.Array]
+    key: nnx.Param[jax.Array]  # if the layer has keys and values of its own
     value: nnx.Param[jax.Array]  # if keys are not the values, before their norms and RoPE
     out: nnx.Param[jax.Array]
     sinks: nnx.Param[jax.Array]  # if the family has them
@@ -234,14 +241,24 @@ class Attention(nnx.Module):
         self.implementation = implementation_on(config, constrain)
 
     def __call__(
-        self, x_MxLxD: jax.Array, segments_MxL: jax.Array, rope: Rope | None, is_local: jax.Array | bool = False
+        self,
+        x_MxLxD: jax.Array,
+        segments_MxL: jax.Array,
+        rope: Rope | None,
+        is_local: jax.Array | bool = False,
+        shared: KeysValues | None = None,
     ) -> jax.Array:
-        """Returns the attention output, [M, L, D], in x's dtype."""
+        """Returns the attention output, [M, L, D], in x's dtype.
+
+        Args:
+          shared: the keys and values; None: they are made of x.
+        """
         scores = self.scores._replace(is_local=is_local, implementation=self.implementation)
         factor = 1.0
         if rope is not None and self.implementation == "splash":  # its kernel takes scaled queries: rounded once
             factor, scores = scores.scale or self.query.shape[-1] ** -0.5, scores._replace(scale=1.0)
-        q, k, v = self._queries_keys_values(x_MxLxD, rope, partial(places_in_segments, segments_MxL), factor)
+        k, v = self.keys_values(x_MxLxD, rope) if shared is None else shared
+        q = self._queries(x_MxLxD, rope, partial(places_in_segments, segments_MxL), factor)
         if scores.has_chunks and is_local is True:
             segments_MxL = chunks_of_segments(segments_MxL, scores.window)
         attended_MxLxHxh = attend(q, k, v, segments_MxL, scores, self.constrain, self._sinks)
@@ -260,11 +277,13 @@ class Attention(nnx.Module):
         """Returns the attention output of T more tokens of each row, [B, T, D], and the cache with them in it.
 
         It is the plain implementation, whatever the model was trained with. Positions are int32, the tokens' places in
-        their rows and their slots; the tables of these positions are [B, T, h/2] each.
+        their rows and their slots; the tables of these positions are [B, T, h/2] each. A layer without keys of its own
+        reads the slots that another one wrote.
         """
         assert isinstance(cache, Cache), "attention has slots"
-        q, k, v = self._queries_keys_values(x_BxTxD, rope, lambda: positions_BxT)
-        cache = cache.write(layer, positions_BxT, k, v)
+        if hasattr(self, "key"):
+            cache = cache.write(layer, positions_BxT, *self.keys_values(x_BxTxD, rope))
+        q = self._queries(x_BxTxD, rope, lambda: positions_BxT)
         scores = self.scores._replace(is_local=is_local)
         attended_BxTxHxh = attend_to_cache(q, cache.layer(layer), positions_BxT, scores, self._sinks)
         return self._joined(attended_BxTxHxh, x_BxTxD), cache
@@ -279,51 +298,59 @@ class Attention(nnx.Module):
     def _sinks(self) -> jax.Array | None:
         return self.sinks[...] if hasattr(self, "sinks") else None
 
-    def _queries_keys_values(
+    def keys_values(self, x_MxLxD: jax.Array, rope: Rope | None) -> KeysValues:
+        """Returns the keys and values that it makes of x."""
+        keys_MxLxKxh = self._heads("key", x_MxLxD, rope, self.key_norm)
+        values_MxLxKxh = (
+            self._heads("value", x_MxLxD, rope, self.value_norm) if hasattr(self, "value") else keys_MxLxKxh
+        )
+        k_MxLxKxh = self._rotated("key", keys_MxLxKxh, rope, self.key_norm)
+        if self.value_norm is unchanged:
+            return KeysValues(k_MxLxKxh, kept(values_MxLxKxh, MATRICES["value"].kept))
+        return KeysValues(k_MxLxKxh, self.value_norm(values_MxLxKxh))
+
+    def _queries(
         self, x_MxLxD: jax.Array, rope: Rope | None, places: Callable[[], jax.Array], factor: float = 1.0
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Returns rotated queries, times `factor`, rotated keys, and values.
+    ) -> jax.Array:
+        """Returns rotated queries, times `factor`.
 
         Args:
           places: returns the places of the tokens in their documents, int32[M, L].
         """
+        heads_MxLxHxh = self._heads("query", x_MxLxD, rope, self.query_norm)
+        q_MxLxHxh = self._rotated("query", heads_MxLxHxh, rope, self.query_norm, factor)
+        if self.grows and rope is None:
+            q_MxLxHxh = (growth_at(places())[:, :, None, None] * q_MxLxHxh).astype(x_MxLxD.dtype)
+        return q_MxLxHxh
 
+    def _heads(self, name: str, x_MxLxD: jax.Array, rope: Rope | None, norm: Norm) -> jax.Array:
         def weight(name: str) -> Any:
             found = getattr(self, name)[...]
             turns = self.rotates_neighbours and rope is not None and not name.startswith("value")
             return neighbours_apart(found, found.shape[-1]) if turns else found
 
-        def heads(name: str, norm: Norm) -> jax.Array:
-            out = product(x_MxLxD, weight(name), "mld,dnh->mlnh", self.quantization)
-            if hasattr(self, f"{name}_bias"):
-                bias = weight(f"{name}_bias").astype(x_MxLxD.dtype)
-                # It adds one constant to all scores of a query, which softmax ignores. Its gradient is rounding error,
-                # which an optimizer such as Adam would turn into whole steps.
-                is_shift = norm is unchanged and rope is None  # the key moves by the same everywhere
-                blind = name == "key" and is_shift and self._sinks is None and not self.scores.soft_cap
-                out += (jax.lax.stop_gradient(bias) if blind else bias)[None, None]
-            out = self.constrain(out, ("batch", "length", *MATRICES[name].outputs))
-            # The gradient of a norm needs its input: without it the product would be computed again.
-            return out if norm is unchanged else kept(out, MATRICES[name].kept)
+        out = product(x_MxLxD, weight(name), "mld,dnh->mlnh", self.quantization)
+        if hasattr(self, f"{name}_bias"):
+            bias = weight(f"{name}_bias").astype(x_MxLxD.dtype)
+            # It adds one constant to all scores of a query, which softmax ignores. Its gradient is rounding error,
+            # which an optimizer such as Adam would turn into whole steps.
+            is_shift = norm is unchanged and rope is None  # the key moves by the same everywhere
+            blind = name == "key" and is_shift and self._sinks is None and not self.scores.soft_cap
+            out += (jax.lax.stop_gradient(bias) if blind else bias)[None, None]
+        out = self.constrain(out, ("batch", "length", *MATRICES[name].outputs))
+        # The gradient of a norm needs its input: without it the product would be computed again.
+        return out if norm is unchanged else kept(out, MATRICES[name].kept)
 
-        def rotated(name: str, x_MxLxHxh: jax.Array, norm: Norm, factor: float = 1.0) -> jax.Array:
-            x_MxLxHxh = norm(x_MxLxHxh)
-            if rope is not None and self.norms_rotated:  # its gradient needs its input
-                turned = apply_rope(kept(x_MxLxHxh, MATRICES[name].kept), rope, self.constrain.platform)
-                return of_unit_size(turned, self.epsilon, factor)
-            if rope is not None:
-                x_MxLxHxh = apply_rope(x_MxLxHxh, rope, self.constrain.platform, factor)
-            return kept(x_MxLxHxh, MATRICES[name].kept) if norm is unchanged else x_MxLxHxh
-
-        keys_MxLxKxh = heads("key", self.key_norm)
-        values_MxLxKxh = heads("value", self.value_norm) if hasattr(self, "value") else keys_MxLxKxh
-        q_MxLxHxh = rotated("query", heads("query", self.query_norm), self.query_norm, factor)
-        if self.grows and rope is None:
-            q_MxLxHxh = (growth_at(places())[:, :, None, None] * q_MxLxHxh).astype(x_MxLxD.dtype)
-        k_MxLxKxh = rotated("key", keys_MxLxKxh, self.key_norm)
-        if self.value_norm is unchanged:
-            return q_MxLxHxh, k_MxLxKxh, kept(values_MxLxKxh, MATRICES["value"].kept)
-        return q_MxLxHxh, k_MxLxKxh, self.value_norm(values_MxLxKxh)
+    def _rotated(
+        self, name: str, x_MxLxHxh: jax.Array, rope: Rope | None, norm: Norm, factor: float = 1.0
+    ) -> jax.Array:
+        x_MxLxHxh = norm(x_MxLxHxh)
+        if rope is not None and self.norms_rotated:  # its gradient needs its input
+            turned = apply_rope(kept(x_MxLxHxh, MATRICES[name].kept), rope, self.constrain.platform)
+            return of_unit_size(turned, self.epsilon, factor)
+        if rope is not None:
+            x_MxLxHxh = apply_rope(x_MxLxHxh, rope, self.constrain.platform, factor)
+        return kept(x_MxLxHxh, MATRICES[name].kept) if norm is unchanged else x_MxLxHxh
 
     def _joined(self, attended_MxLxHxh: jax.Array, x_MxLxD: jax.Array) -> jax.Array:
         if hasattr(self, "query_gate"):

@@ -20,16 +20,25 @@ import numpy as np
 from flax import nnx
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, local_layers
+from maxbatch.config.cycle import LayerForm, cycle_length, cycle_of, local_layers, places_of_shared_keys
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, layer_paths, num_layers, num_stacked
-from maxbatch.model.attention import Attention
+from maxbatch.config.matrices import (
+    DENSE_LAYERS,
+    KV_SHARED_LAYERS,
+    LAYERS,
+    MATRICES,
+    layer_paths,
+    num_layers,
+    num_stacked,
+)
+from maxbatch.model.attention import Attention, KeysValues
 from maxbatch.model.cache import Cache, Caches, StateCache
 from maxbatch.model.delta_net import GatedDeltaNet
 from maxbatch.model.experts.experts import Experts
 from maxbatch.model.experts.routing import RoutingSums, Slots, slot_hashes
 from maxbatch.model.latent_attention import LatentAttention
-from maxbatch.model.mlp import MLP
+from maxbatch.model.layer_inputs import LayerInputs
+from maxbatch.model.mlp import ACTIVATIONS, MLP
 from maxbatch.model.norms import norm_of
 from maxbatch.model.parameters import add_parameters
 from maxbatch.model.products import features_last, product
@@ -43,6 +52,7 @@ from maxbatch.parallel.sharding import Constrain, unconstrained
 from maxbatch.parallel.trees import State
 
 _STREAM = ("batch", "length", "embed")
+SharedKeys: TypeAlias = dict[int, KeysValues]  # by place in the cycle of layers
 
 
 class Hidden(NamedTuple):
@@ -78,6 +88,8 @@ class DecoderLayer(nnx.Module):
     experts: Experts  # if it has
     shared_experts: MLP  # of every token
     widen: nnx.Param[jax.Array]  # if attention and experts have a width of their own
+    input_gate: nnx.Param[jax.Array]  # if layers have inputs besides the stream (`LayerInputs`)
+    input_out: nnx.Param[jax.Array]
     layer_scale: nnx.Param[jax.Array]  # [1]; if the family has one
 
     def __init__(self, config: DecoderConfig, name: str, form: LayerForm, *, rngs: nnx.Rngs, constrain: Constrain):
@@ -102,7 +114,10 @@ class DecoderLayer(nnx.Module):
         if self.has_experts and config.shared_experts:
             self.shared_experts = MLP(config, f"{name}.shared_experts", rngs=rngs, constrain=constrain)
         self.mlp_post_norm = norm_of(config, f"{name}.mlp_post_norm")
-        add_parameters(self, config, f"{name}.widen", f"{name}.layer_scale", rngs=rngs)
+        names = (f"{name}.{part}" for part in ("widen", "input_gate", "input_out", "layer_scale"))
+        add_parameters(self, config, *names, rngs=rngs)
+        self.input_norm = norm_of(config, f"{name}.input_norm")
+        self.activation = ACTIVATIONS[config.mlp_activations.partition(",")[0]]
         self.constrain, self.quantization = constrain, config.quantization
 
     def __call__(
@@ -112,9 +127,21 @@ class DecoderLayer(nnx.Module):
         rope: Rope | None,
         is_local: jax.Array | bool,
         number: jax.Array | int | None = None,
+        input_MxLxP: jax.Array | None = None,
+        shared: KeysValues | None = None,
     ) -> tuple[jax.Array, RoutingSums | None]:
-        """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its experts."""
-        attended_MxLxD = self.attention(self.attention_norm(x_MxLxD), slots.segments_MxL, rope, is_local)
+        """Returns the residual stream after this layer, [M, L, D] in x's dtype, and the sums of its experts.
+
+        Args:
+          input_MxLxP: its input besides the stream, if it has one.
+          shared: the keys and values of its attention; None: it makes its own.
+        """
+        inner_MxLxD = self.attention_norm(x_MxLxD)
+        if shared is None:
+            attended_MxLxD = self.attention(inner_MxLxD, slots.segments_MxL, rope, is_local)
+        else:
+            assert isinstance(self.attention, Attention), "latents and states are not shared"
+            attended_MxLxD = self.attention(inner_MxLxD, slots.segments_MxL, rope, is_local, shared)
         x_MxLxD, inner_MxLxD = self._attended(x_MxLxD, attended_MxLxD)
         sums = None
         if self.has_experts:
@@ -123,7 +150,12 @@ class DecoderLayer(nnx.Module):
             out_MxLxD = self._with_mlp(inner_MxLxD, out_MxLxD)
         else:
             out_MxLxD = self.mlp(inner_MxLxD)
-        return features_last(self._add(x_MxLxD, out_MxLxD), self.constrain), sums
+        return features_last(self._add(x_MxLxD, out_MxLxD, input_MxLxP), self.constrain), sums
+
+    def keys_values(self, x_MxLxD: jax.Array, rope: Rope | None) -> KeysValues:
+        """Returns the keys and values of its attention, for itself and for layers without their own."""
+        assert isinstance(self.attention, Attention), "latents and states are not shared"
+        return self.attention.keys_values(self.attention_norm(x_MxLxD), rope)
 
     def with_cache(
         self,
@@ -133,6 +165,7 @@ class DecoderLayer(nnx.Module):
         cache: Cache | StateCache,
         layer: jax.Array | int,
         is_local: jax.Array | bool,
+        input_BxTxP: jax.Array | None = None,
     ) -> tuple[jax.Array, Cache | StateCache]:
         """Returns the stream of T more tokens of each row, and the cache with them in it; see `Attention`."""
         attended_BxTxD, cache = self.attention.with_cache(
@@ -144,7 +177,7 @@ class DecoderLayer(nnx.Module):
             out_BxTxD = self._with_mlp(inner_BxTxD, out_BxTxD)
         else:
             out_BxTxD = self.mlp(inner_BxTxD)
-        return self._add(x_BxTxD, out_BxTxD), cache
+        return self._add(x_BxTxD, out_BxTxD, input_BxTxP), cache
 
     def _of_experts(self, x_MxLxD: jax.Array, inner_MxLxD: jax.Array) -> jax.Array:
         """Returns the input of the experts, from the stream and the input of an MLP."""
@@ -163,12 +196,16 @@ class DecoderLayer(nnx.Module):
         x_MxLxD = self.constrain(x_MxLxD + self.attention_post_norm(attended_MxLxD), _STREAM)
         return x_MxLxD, self.mlp_norm(x_MxLxD)
 
-    def _add(self, x_MxLxD: jax.Array, out_MxLxD: jax.Array) -> jax.Array:
+    def _add(self, x_MxLxD: jax.Array, out_MxLxD: jax.Array, input_MxLxP: jax.Array | None) -> jax.Array:
         if hasattr(self, "widen"):
             out_MxLxD = kept(
                 product(out_MxLxD, self.widen[...], "mle,ed->mld", self.quantization), MATRICES["widen"].kept
             )
         x_MxLxD += self.mlp_post_norm(out_MxLxD)
+        if input_MxLxP is not None:
+            gate_MxLxP = self.activation(product(x_MxLxD, self.input_gate[...], "mld,dp->mlp", self.quantization))
+            gated_MxLxP = self.constrain(gate_MxLxP * input_MxLxP, ("batch", "length", "gated_input"))
+            x_MxLxD += self.input_norm(product(gated_MxLxP, self.input_out[...], "mlp,pd->mld", self.quantization))
         if hasattr(self, "layer_scale"):
             x_MxLxD *= self.layer_scale[...].astype(x_MxLxD.dtype)[None, None]
         return self.constrain(x_MxLxD, _STREAM)
@@ -177,9 +214,9 @@ class DecoderLayer(nnx.Module):
 class LayerCycle(nnx.Module):
     """One cycle of layers of several forms. Its attributes are their places: "0", "1" and so on."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, constrain: Constrain):
+    def __init__(self, config: DecoderConfig, stack: str, *, rngs: nnx.Rngs, constrain: Constrain):
         self.length = cycle_length(config)
-        for path, form in zip(layer_paths(config), cycle_of(config), strict=True):
+        for path, form in zip(layer_paths(config, stack), cycle_of(config), strict=True):
             setattr(self, path[-1], DecoderLayer(config, ".".join(path), form, rngs=rngs, constrain=constrain))
 
     @property
@@ -194,6 +231,7 @@ class NumberedLayer(NamedTuple):
     module: DecoderLayer
     is_local: jax.Array | bool
     number: jax.Array | int | None  # among all layers; None in a model without experts
+    input_MxLxP: jax.Array | None  # besides the stream; None in most families
 
 
 LayerDef: TypeAlias = nnx.GraphDef[Any]  # of a layer or of a cycle of layers
@@ -206,7 +244,8 @@ class Decoder(nnx.Module):
     Every parameter is an `nnx.Param` in `weight_dtype` with metadata `logical_axes`, one name per axis, from the table
     in `maxbatch.config.matrices`. Those of the layers are stacked on a leading axis "layers", whether the layers then
     run in a loop or unrolled (`scan_layers`). Layers of several forms are stacked as cycles, each run as one. First
-    layers without experts are a stack of their own, which runs before the others, outside of a layer runner.
+    layers without experts are a stack of their own, which runs before the others, outside of a layer runner; and so are
+    last layers that take the keys and values of the last layers before them.
 
     Args:
       config: the model keys, `dtype`, `weight_dtype`, `remat_policy`, `scan_layers`.
@@ -221,6 +260,8 @@ class Decoder(nnx.Module):
     output: nnx.Param[jax.Array]  # if it is not the embedding
     dense_layers: DecoderLayer  # stacked: the first layers, if they have no experts and the others have
     layers: DecoderLayer | LayerCycle  # stacked
+    kv_shared_layers: DecoderLayer | LayerCycle  # stacked: the last layers, if they share keys and values
+    layer_inputs: LayerInputs  # if layers have inputs besides the stream
 
     def __init__(
         self,
@@ -240,11 +281,23 @@ class Decoder(nnx.Module):
             self.dense_layers = _stack_of(dense, self.num_dense, DENSE_LAYERS, rngs)
         inside, cycle = layer_runner.constrain if layer_runner else constrain, cycle_of(config)
         self.num_stacked, self.cycle_length = num_stacked(config), cycle_length(config)
-        if self.cycle_length == 1:
-            layer = partial(DecoderLayer, config, LAYERS, cycle[0], constrain=inside)
-            self.layers = _stack_of(layer, self.num_stacked, LAYERS, rngs)
-        else:
-            self.layers = _stack_of(partial(LayerCycle, config, constrain=inside), self.num_stacked, LAYERS, rngs)
+
+        def stack_of_cycles(stack: str) -> DecoderLayer | LayerCycle:
+            if self.cycle_length == 1:
+                layer = partial(DecoderLayer, config, stack, cycle[0], constrain=inside)
+                return _stack_of(layer, num_stacked(config, stack), stack, rngs)
+            return _stack_of(
+                partial(LayerCycle, config, stack, constrain=inside), num_stacked(config, stack), stack, rngs
+            )
+
+        self.layers = stack_of_cycles(LAYERS)
+        self.shares_keys = config.num_kv_shared_layers > 0
+        self.places_of_keys = places_of_shared_keys(cycle)  # for each place of the cycle
+        if self.shares_keys:
+            self.kv_shared_layers = stack_of_cycles(KV_SHARED_LAYERS)
+        self.has_layer_inputs = FAMILIES[config.decoder_block].layer_input_width > 0
+        if self.has_layer_inputs:
+            self.layer_inputs = LayerInputs(config, rngs=rngs, constrain=constrain)
         self.final_norm = norm_of(config, "final_norm")
         add_parameters(self, config, "output", rngs=rngs)
         self.constrain = constrain
@@ -275,38 +328,68 @@ class Decoder(nnx.Module):
         """
         x_MxLxD = self._embedded(tokens_MxL, partial(places_in_segments, segments_MxL))
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, tokens_MxL.shape[-1])
+        inputs, inputs_of_shared = self._layer_inputs(tokens_MxL, x_MxLxD)
 
-        def layers_of(layerdef: LayerDef) -> Layers[RoutingSums | None]:
+        def through(
+            layerdef: LayerDef, shared: SharedKeys, x_MxLxD: jax.Array, slots: Slots, one: Stacked
+        ) -> tuple[jax.Array, list[RoutingSums], SharedKeys]:
+            """Returns x after one element of a stack, the sums of its experts, and keys and values to be shared."""
+            found: list[RoutingSums] = []
+            own: SharedKeys = {}
+            for place, (module, is_local, number, input_MxLxP) in enumerate(self._in_order(layerdef, one)):
+                lengths = partial(lengths_in_segments, slots.segments_MxL)
+                rope = ropes.of(is_local, lengths) if ropes and module.has_rope else None
+                keys_values = shared[self.places_of_keys[place]] if shared else None
+                if self.shares_keys and not shared and place in self.places_of_keys:
+                    keys_values = own[place] = module.keys_values(x_MxLxD, rope)
+                x_MxLxD, sums = module(x_MxLxD, slots, rope, is_local, number, input_MxLxP, keys_values)
+                found += [] if sums is None else [sums]
+            return x_MxLxD, found, own
+
+        def layers_of(layerdef: LayerDef, shared: SharedKeys | None = None) -> Layers[RoutingSums | None]:
             def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, RoutingSums | None]:
-                found: list[RoutingSums] = []
-                for module, is_local, number in self._in_order(layerdef, one):
-                    lengths = partial(lengths_in_segments, slots.segments_MxL)
-                    rope = ropes.of(is_local, lengths) if ropes and module.has_rope else None
-                    x_MxLxD, sums = module(x_MxLxD, slots, rope, is_local, number)
-                    found += [] if sums is None else [sums]
+                x_MxLxD, found, _ = through(layerdef, shared or {}, x_MxLxD, slots, one)
                 if self.cycle_length > 1:
                     return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found) if found else None
                 return x_MxLxD, found[0] if found else None
 
             return layer
 
-        def plainly(layerdef: LayerDef, x_MxLxD: jax.Array, stacked: Stacked) -> tuple[jax.Array, RoutingSums | None]:
-            in_loop = self.scan_layers and stacked.num_layers > 1
-            layer = checkpointed(layers_of(layerdef), self.remat, in_loop)
+        def sharing_layers_of(layerdef: LayerDef) -> Layers[SharedKeys]:
+            def layer(x_MxLxD: jax.Array, slots: Slots, one: Stacked) -> tuple[jax.Array, SharedKeys]:
+                x_MxLxD, _, own = through(layerdef, {}, x_MxLxD, slots, one)
+                return x_MxLxD, own
+
+            return layer
+
+        def plainly(
+            layers: Layers[RoutingSums | None], x_MxLxD: jax.Array, stacked: Stacked
+        ) -> tuple[jax.Array, RoutingSums | None]:
+            layer = checkpointed(layers, self.remat, in_loop=self.scan_layers and stacked.num_layers > 1)
             return _run_layers(layer, self.scan_layers, x_MxLxD, slots, stacked)
 
         slots = Slots(segments_MxL, slot_hashes(tokens_MxL, segments_MxL) if self.has_experts else None)
         if self.num_dense:
             layerdef, parameters = _split(self.dense_layers)
-            x_MxLxD, _ = plainly(layerdef, x_MxLxD, Stacked(parameters))
+            x_MxLxD, _ = plainly(layers_of(layerdef), x_MxLxD, Stacked(parameters))
         layerdef, parameters = _split(self.layers)
+        if self.shares_keys:
+            layer = checkpointed(sharing_layers_of(layerdef), self.remat, self.scan_layers and self.num_stacked > 1)
+            stacked = Stacked(parameters, inputs=inputs)
+            nothing = self._no_keys(x_MxLxD.shape[:2])
+            x_MxLxD, shared = _run_to_last(layer, self.scan_layers, x_MxLxD, slots, stacked, nothing)
+            layerdef, parameters = _split(self.kv_shared_layers)
+            x_MxLxD, _ = plainly(layers_of(layerdef, shared), x_MxLxD, Stacked(parameters, inputs=inputs_of_shared))
+            return Hidden(self.final_norm(x_MxLxD), None)
         if self.layer_runner is not None:
             order = self.layer_runner.order(self.num_stacked)
             run = partial(_run_layers, layers_of(layerdef), self.scan_layers)
-            x_MxLxD, sums = self.layer_runner(run, self._stacked(parameters, order), x_MxLxD, slots)
+            stacked = self._stacked(parameters, order)._replace(inputs=inputs)
+            x_MxLxD, sums = self.layer_runner(run, stacked, x_MxLxD, slots)
             sums = self._by_layer(jax.tree.map(lambda of_layers: of_layers[np.argsort(order)], sums))
             return Hidden(self.final_norm(self.constrain(x_MxLxD, _STREAM)), sums)
-        x_MxLxD, sums = plainly(layerdef, x_MxLxD, self._stacked(parameters))
+        stacked = self._stacked(parameters)._replace(inputs=inputs)
+        x_MxLxD, sums = plainly(layers_of(layerdef), x_MxLxD, stacked)
         return Hidden(self.final_norm(x_MxLxD), self._by_layer(sums))
 
     def _by_layer(self, sums: RoutingSums | None) -> RoutingSums | None:
@@ -315,6 +398,25 @@ class Decoder(nnx.Module):
             return sums
         by_layer: RoutingSums | None = jax.tree.map(lambda of_cycles: of_cycles.reshape(-1, *of_cycles.shape[2:]), sums)
         return by_layer
+
+    def _layer_inputs(self, tokens_MxL: jax.Array, x_MxLxD: jax.Array) -> tuple[jax.Array | None, jax.Array | None]:
+        """Returns the inputs that layers have besides the stream, as `Stacked` holds them: of most, and of the last."""
+        if not self.has_layer_inputs:
+            return None, None
+        inputs_NxMxLxP = self.layer_inputs(tokens_MxL, x_MxLxD)
+        by_cycle = inputs_NxMxLxP.reshape(-1, self.cycle_length, *inputs_NxMxLxP.shape[1:])
+        return by_cycle[: self.num_stacked], by_cycle[self.num_stacked :]
+
+    def _no_keys(self, shape: tuple[int, ...]) -> SharedKeys:
+        """Returns zeros in the form of the keys and values that layers share, for M rows of L tokens."""
+
+        def zeros(layer: DecoderLayer) -> KeysValues:
+            assert isinstance(layer.attention, Attention), "latents and states are not shared"
+            kv_heads, *widths = layer.attention.cache_shape
+            return KeysValues(*(jnp.zeros((*shape, kv_heads, width), self.dtype) for width in widths))
+
+        layers = self.layers.layers if isinstance(self.layers, LayerCycle) else [self.layers]
+        return {place: zeros(layers[place]) for place in set(self.places_of_keys)}
 
     def empty_caches(self, num_rows: int, length: int, ends_B: jax.Array | None = None) -> Caches:
         """Returns caches in the compute dtype with room for `length` tokens in each of B rows.
@@ -353,21 +455,24 @@ class Decoder(nnx.Module):
         lengths_Bx1 = jnp.full((1, 1), length) if limits_B is None else limits_B[:, None]
         longest = length if limits_B is None else sys.maxsize
         ropes = None if self.rope_keys is None else Ropes(self.rope_keys, length, longest)
+        inputs, inputs_of_shared = self._layer_inputs(tokens_BxT, x_BxTxD)
 
         def run(
-            carried: tuple[jax.Array, Caches], layerdef: LayerDef, stacked: Stacked, first: int
+            carried: tuple[jax.Array, Caches], layerdef: LayerDef, stacked: Stacked, first: int, shares: bool = False
         ) -> tuple[jax.Array, Caches]:
             def layer(
                 carried: tuple[jax.Array, Caches], numbered: tuple[jax.Array | int, Stacked]
             ) -> tuple[tuple[jax.Array, Caches], None]:
                 (x_BxTxD, caches), (index, one) = carried, numbered
-                found = []
-                for (module, is_local, _), cache in zip(self._in_order(layerdef, one), caches.places, strict=True):
+                found = list(caches.places)
+                for place, (module, is_local, _, input_BxTxP) in enumerate(self._in_order(layerdef, one)):
                     rope = None
                     if ropes is not None and module.has_rope:
                         rope = ropes.of(is_local, lambda: lengths_Bx1, positions_BxT)
-                    x_BxTxD, cache = module.with_cache(x_BxTxD, positions_BxT, rope, cache, index, is_local)
-                    found.append(cache)
+                    read, of_layer = (self.places_of_keys[place], first) if shares else (place, index)
+                    x_BxTxD, found[read] = module.with_cache(
+                        x_BxTxD, positions_BxT, rope, found[read], of_layer, is_local, input_BxTxP
+                    )
                 return (x_BxTxD, Caches(tuple(found))), None
 
             if self.scan_layers:
@@ -382,7 +487,12 @@ class Decoder(nnx.Module):
             layerdef, parameters = _split(self.dense_layers)
             carried = run(carried, layerdef, Stacked(parameters), 0)
         layerdef, parameters = _split(self.layers)
-        x_BxTxD, caches = run(carried, layerdef, self._stacked(parameters), self.num_dense)
+        carried = run(carried, layerdef, self._stacked(parameters)._replace(inputs=inputs), self.num_dense)
+        if self.shares_keys:
+            layerdef, parameters = _split(self.kv_shared_layers)
+            stacked = Stacked(parameters, inputs=inputs_of_shared)
+            carried = run(carried, layerdef, stacked, self.num_stacked - 1, shares=True)
+        x_BxTxD, caches = carried
         return self.final_norm(x_BxTxD), caches
 
     def _stacked(self, parameters: State, order: np.ndarray | None = None) -> Stacked:
@@ -396,12 +506,13 @@ class Decoder(nnx.Module):
     def _in_order(self, layerdef: LayerDef, one: Stacked) -> list[NumberedLayer]:
         """Returns the layers of one element of a stack: a layer, or those of a cycle."""
         module = nnx.merge(layerdef, one.parameters)
+        inputs = [None] * self.cycle_length if one.inputs is None else one.inputs
         if isinstance(module, DecoderLayer):
-            return [NumberedLayer(module, self._is_local(one), one.number)]
+            return [NumberedLayer(module, self._is_local(one), one.number, inputs[0])]
         numbers = [None if one.number is None else one.number + place for place in range(module.length)]
         return [
-            NumberedLayer(layer, bool(layer.is_local), number)
-            for layer, number in zip(module.layers, numbers, strict=True)
+            NumberedLayer(layer, bool(layer.is_local), number, own)
+            for layer, number, own in zip(module.layers, numbers, inputs, strict=True)
         ]
 
     def _is_local(self, one: Stacked) -> jax.Array | bool:
@@ -466,3 +577,19 @@ def _run_layers(
         x_MxLxD, of_layer = layer(x_MxLxD, slots, one)
         found.append(of_layer)
     return x_MxLxD, jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *found)
+
+
+def _run_to_last(
+    layer: Layers[SharedKeys], scanned: bool, x_MxLxD: jax.Array, slots: Slots, stacked: Stacked, nothing: SharedKeys
+) -> tuple[jax.Array, SharedKeys]:
+    """Returns x after all stacked layers, and what the last one shares, in the form of `nothing`."""
+    if scanned and stacked.num_layers > 1:
+
+        def run(carried: tuple[jax.Array, SharedKeys], one: Stacked) -> tuple[tuple[jax.Array, SharedKeys], None]:
+            return layer(carried[0], slots, one), None
+
+        (x_MxLxD, nothing), _ = jax.lax.scan(run, (x_MxLxD, nothing), stacked)
+        return x_MxLxD, nothing
+    for one in stacked.one_by_one():
+        x_MxLxD, nothing = layer(x_MxLxD, slots, one)
+    return x_MxLxD, nothing

@@ -58,8 +58,7 @@ def _first_value(config: ModelConfig, row: Parameter, rngs: nnx.Rngs | None) -> 
         bound = shape[-1] ** -0.5
         return jax.random.uniform(rngs.params(), shape, jnp.float32, -bound, bound)
     adds_to_stream = row.is_stacked and row.outputs == ("embed",)
-    summed = math.prod(shape[axis] for axis in row.groups[row.is_lookup]) * (
-        2 * config.base_num_decoder_layers if adds_to_stream else 1
-    )
+    summed = shape[-1] if row.is_lookup else math.prod(shape[axis] for axis in row.groups[0])
+    summed *= 2 * config.base_num_decoder_layers if adds_to_stream else 1
     unit = jax.random.truncated_normal(rngs.params(), -2.0, 2.0, shape, jnp.float32)
     return unit * (1 / math.sqrt(summed) / _TRUNCATED_STDDEV)

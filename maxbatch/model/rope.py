@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from maxbatch.config.families import FAMILIES
+from maxbatch.config.matrices import global_head_dim
 from maxbatch.config.sections import ModelConfig
 from maxbatch.model.products import Adapted, quarter_turn
 
@@ -56,12 +57,15 @@ class RopeKeys:
     @classmethod
     def from_config(cls, config: ModelConfig) -> RopeKeys:
         """Returns the keys of a config; without global heads the head is the part of it that is rotated."""
-        keys = cls(**{field.name: config[field.name] for field in dataclasses.fields(cls)})
+        stated = {
+            field.name: config[field.name] for field in dataclasses.fields(cls) if field.name != "global_head_dim"
+        }
+        keys = cls(**stated, global_head_dim=global_head_dim(config))
         family = FAMILIES[config.decoder_block]
         if family.has_global_heads:
             return keys
         head_dim = config.qk_rope_head_dim if family.has_latents else int(config.head_dim * keys.partial_rotary_factor)
-        return dataclasses.replace(keys, head_dim=head_dim, partial_rotary_factor=1.0)
+        return dataclasses.replace(keys, head_dim=head_dim, global_head_dim=head_dim, partial_rotary_factor=1.0)
 
 
 class Ropes:
@@ -83,7 +87,7 @@ class Ropes:
         if keys.rope_type == "longrope" and (longest or length) > self._original:
             self._long = _tables(length, *_stretched(keys, is_long=True))
         base = keys.local_rope_max_timescale
-        if base > 0 or keys.global_head_dim or keys.partial_rotary_factor < 1:
+        if base > 0 or keys.global_head_dim != keys.head_dim:
             base = base if base > 0 else keys.rope_max_timescale
             self._local = _tables(length, _frequencies(keys.head_dim, base))
 
@@ -171,8 +175,7 @@ def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float
     Args:
       is_long: whether the frequencies are for long documents, which LongRoPE treats differently.
     """
-    head_dim = keys.global_head_dim or keys.head_dim
-    frequencies = _frequencies(head_dim, keys.rope_max_timescale, keys.partial_rotary_factor)
+    frequencies = _frequencies(keys.global_head_dim, keys.rope_max_timescale, keys.partial_rotary_factor)
     factor = keys.rope_factor
     if keys.rope_type == "linear":
         return frequencies / factor, 1.0

@@ -27,6 +27,8 @@ class Stacked(NamedTuple):
     is_local: Any = None
     # The number of each layer: int32[N], of a single layer a scalar; None in a model without experts.
     number: Any = None
+    # What layers take besides the stream (`LayerInputs`): [N, places of a cycle, M, L, P]; None in most families.
+    inputs: Any = None
 
     @property
     def num_layers(self) -> int:
@@ -41,7 +43,10 @@ class Stacked(NamedTuple):
         split = [[part[0] for part in jax.lax.split(array, (1,) * num_layers, axis=0)] for array in arrays]
         parameters = [jax.tree.unflatten(treedef, parts) for parts in zip(*split, strict=True)]
         numbers = [None] * num_layers if self.number is None else self.number
-        return [Stacked(own, self._is_local(layer), numbers[layer]) for layer, own in enumerate(parameters)]
+        inputs = [None] * num_layers if self.inputs is None else self.inputs
+        return [
+            Stacked(own, self._is_local(layer), numbers[layer], inputs[layer]) for layer, own in enumerate(parameters)
+        ]
 
     def _is_local(self, layer: int) -> Static | jax.Array | None:
         known = isinstance(self.is_local, np.ndarray)

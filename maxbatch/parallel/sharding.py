@@ -19,7 +19,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS
+from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
 
@@ -28,7 +28,7 @@ LogicalAxes = tuple[str | None, ...]
 # dimension -> mesh axes that split it
 PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     LAYERS: ("pipeline",),
-    DENSE_LAYERS: (),  # outside of the pipeline
+    **dict.fromkeys((DENSE_LAYERS, KV_SHARED_LAYERS), ()),  # outside of the pipeline
     "vocab": ("tensor",),
     "embed": ("fsdp", "expert", "pipeline"),
     "experts": ("expert",),
@@ -40,7 +40,11 @@ PARAMETER_RULES: dict[str, tuple[str, ...]] = {
     "global_kv_heads": ("tensor",),
     "global_head_dim": (),
     "layer": (),
+    "layer_input": ("fsdp", "tensor"),
+    "gated_input": ("tensor",),
+    **dict.fromkeys(("input_layers", "input_norm"), ()),
     "mlp": ("tensor",),
+    "kv_shared_mlp": ("tensor",),
     "norm": (),
     "attended": ("fsdp", "expert", "pipeline"),
     "attended_norm": (),
@@ -66,7 +70,11 @@ ACTIVATION_RULES: dict[str, str | None] = {
     "global_kv_heads": "tensor",
     "global_head_dim": None,
     "layer": None,
+    "layer_input": "fsdp",  # of rows that are not split, so that the columns of their table need not move
+    "gated_input": "tensor",
+    "input_layers": None,
     "mlp": "tensor",
+    "kv_shared_mlp": "tensor",
     "experts": "expert",
     "router": None,
     "moe_mlp": "tensor",
@@ -165,9 +173,7 @@ def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: 
             wanted = wanted[:-1]
         taken.append(wanted)
     if {"embed", "attended"} & set(logical_axes) and not any("fsdp" in axes for axes in taken):
-        whole = [
-            (size, i) for i, size in enumerate(shape) if not taken[i] and logical_axes[i] not in (LAYERS, DENSE_LAYERS)
-        ]
+        whole = [(size, i) for i, size in enumerate(shape) if not taken[i] and logical_axes[i] not in STACKS]
         fits = [(size, i) for size, i in whole if size % mesh.shape["fsdp"] == 0]
         if fits:
             taken[max(fits)[1]] = ("fsdp",)

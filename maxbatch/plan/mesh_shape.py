@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.cycle import cycle_length
+from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import num_layers, num_stacked
 from maxbatch.config.sections import MeshConfig
 from maxbatch.config.values import Value, exact
@@ -225,12 +226,17 @@ def _sampling_refusal(
 
 def _room(config: PlanConfig, axis: str) -> int:
     """Returns the size of the model's dimension that an axis splits; of the pipeline: layers or cycles of layers."""
+    if axis == "pipeline" and FAMILIES[config.model.decoder_block].layer_input_width:
+        return 1
     return num_stacked(config.model) if axis == "pipeline" else int(config[_SPLIT[axis]])
 
 
 def _dimension(config: PlanConfig, name: str) -> str:
     """Returns the statement of such a dimension."""
     dense, cycle = config.model.first_num_dense_layers, cycle_length(config.model)
+    block = config.model.decoder_block
+    if name == _SPLIT["pipeline"] and FAMILIES[block].layer_input_width:
+        return f"1 beside {stated(config, 'decoder_block')}, whose layers have inputs besides the stream"
     if name == _SPLIT["pipeline"] and cycle > 1:
         return f"the {num_stacked(config.model)} cycles of {cycle} layers in {stated(config, name)}"
     if name != _SPLIT["pipeline"] or not dense:

@@ -20,7 +20,7 @@ Rules = Mapping[Kernel, Sequence[tuple[bool, str]]]  # by kernel: whether each r
 def attention_rules(model: ModelConfig, length: int, context: int) -> Rules:
     """Returns the rules of the attention kernels for rows of a length, on a context axis of a size."""
     head_dim = max(*attention_widths(model, is_local=True), *attention_widths(model))
-    cap, of_head = model.attn_logits_soft_cap, "head_dim" if head_dim == model.head_dim else "global_head_dim"
+    cap, of_head = model.attn_logits_soft_cap, "head_dim" if head_dim == model.head_dim else "2 x head_dim"
     if FAMILIES[model.decoder_block].has_latents:
         of_head = "qk_nope_head_dim + qk_rope_head_dim"
     no_sinks = (not FAMILIES[model.decoder_block].has_sinks, f"have no sinks, and decoder_block={model.decoder_block}")

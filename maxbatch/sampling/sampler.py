@@ -23,7 +23,7 @@ from flax import nnx
 from jax.sharding import Mesh
 
 from maxbatch.config.combined import DecoderConfig
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, NORMS
+from maxbatch.config.matrices import NORMS, STACKS
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache, Caches, StateCache
 from maxbatch.model.decoder import Decoder
@@ -585,7 +585,7 @@ def _gathered(decoder: Decoder) -> Decoder:
             return weight
         value = weight.get_value()
         value = value if "router" in axes else value.astype(decoder.dtype)  # a router computes in float32
-        axes = tuple(None if name in (DENSE_LAYERS, LAYERS) else name for name in axes)
+        axes = tuple(None if name in STACKS else name for name in axes)
         if isinstance(value, Adapted):
             return weight.replace(dataclasses.replace(value, matrix=decoder.constrain(value.matrix, axes)))
         return weight.replace(decoder.constrain(value, axes))

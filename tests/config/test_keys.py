@@ -85,7 +85,8 @@ def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
         "base_num_decoder_layers", "vocab_size", "logits_via_embedding", "rope_max_timescale",
         "normalization_layer_epsilon", "weight_dtype", "init_weights_seed", "opt_type",
         # A checkpoint of before them has their defaults.
-        "decoder_block", "attention_output_dim", "global_head_dim", "global_num_kv_heads", "share_kv_projections",
+        "decoder_block", "attention_output_dim", "global_num_kv_heads", "num_kv_shared_layers",
+        "use_double_wide_mlp",
         "mlp_activations",
         "attention_bias", "use_qk_norm", "attention_type", "sliding_window_size", "attn_logits_soft_cap",
         "final_logits_soft_cap", "query_pre_attn_scalar", "trainable_position_size",

@@ -229,7 +229,7 @@ def test_tensors_of_custom_remat_are_refused_under_another_policy_and_given_up_b
         (("base_num_query_heads=1048", "base_num_kv_heads=8", "head_dim=128"), "base_num_query_heads=1040"),
         (("model_name=deepseek3-671b", "base_num_query_heads=521"), "base_num_query_heads=520"),
         (
-            ("decoder_block=gemma4", "base_num_query_heads=264", "global_num_kv_heads=3", "global_head_dim=512"),
+            ("decoder_block=gemma4", "base_num_query_heads=264", "global_num_kv_heads=3", "head_dim=256"),
             "base_num_query_heads=258",
         ),
         (

@@ -24,6 +24,12 @@ GEMMA4: dict[str, Any] = {
     "layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW,
     "final_logit_softcapping": 3.0, "hidden_size_per_layer_input": 0,
 }  # fmt: skip
+# Two cycles of layers with keys and values of their own, and two of layers that share the last of them.
+GEMMA4_SMALL: dict[str, Any] = {
+    "num_hidden_layers": 8, "layer_types": ["sliding_attention", "full_attention"] * 4, "attention_k_eq_v": False,
+    "num_global_key_value_heads": None, "hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": VOCABULARY,
+    "num_kv_shared_layers": 4, "use_double_wide_mlp": True,
+}  # fmt: skip
 DEEPSEEK: dict[str, Any] = {
     "num_key_value_heads": 4, "first_k_dense_replace": 2, "n_routed_experts": 8, "n_group": 4, "topk_group": 2,
     "num_experts_per_tok": 3, "moe_intermediate_size": 24, "n_shared_experts": 2, "q_lora_rank": 12, "kv_lora_rank": 10,
@@ -59,7 +65,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma4Text",
         GEMMA4 | {"enable_moe_block": True, "num_experts": 6, "top_k_experts": 3, "moe_intermediate_size": 24},
     ),
-    "gemma4_dense": ("Gemma4Text", GEMMA4 | {"attention_k_eq_v": False, "num_global_key_value_heads": None}),
+    "gemma4_dense": ("Gemma4Text", GEMMA4 | {"num_global_key_value_heads": None}),
+    "gemma4_small": ("Gemma4Text", GEMMA4 | GEMMA4_SMALL),
+    "gemma4_own_keys": (
+        "Gemma4Text",
+        GEMMA4 | GEMMA4_SMALL | {"num_hidden_layers": 4, "layer_types": None, "num_kv_shared_layers": 0},
+    ),
     "olmo2": ("Olmo2", {}),
     "olmo3": (
         "Olmo3",
@@ -129,6 +140,7 @@ FAMILY_MODELS = (
     "gemma2",
     "gemma3",
     "gemma4",
+    "gemma4_small",
     "olmo2",
     "olmo3",
     "phi3",

@@ -17,14 +17,15 @@ from tests.helpers.tiny import tiny_config
 LENGTH = 32
 FORM = (
     "decoder_block=gemma4", "base_num_decoder_layers=4", "attention_type=local_sliding,global", "sliding_window_size=8",
-    "global_head_dim=16", "global_num_kv_heads=1", "share_kv_projections=true", "use_qk_norm=true",
-    "query_pre_attn_scalar=1", "partial_rotary_factor=0.25", "mlp_activations=gelu,linear",
+    "global_num_kv_heads=1", "use_qk_norm=true", "query_pre_attn_scalar=1",
+    "partial_rotary_factor=0.25", "mlp_activations=gelu,linear",
 )  # fmt: skip
 EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=16", "norm_topk_prob=true")
 HUGGING_FACE = {
     "model_type": "gemma4_text", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4,
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "vocab_size": 300, "global_head_dim": 16,
     "layer_types": ["sliding_attention", "full_attention"] * 2, "hidden_size_per_layer_input": 0,
+    "attention_k_eq_v": True,
 }  # fmt: skip
 
 
@@ -39,8 +40,8 @@ def test_a_part_of_a_global_head_is_rotated_and_the_whole_of_a_local_one() -> No
     np.testing.assert_allclose(found[..., 8:10], second * np.cos(angles) + first * np.sin(angles), atol=1e-5)
     for begin, end in ((2, 8), (10, 16)):
         np.testing.assert_array_equal(found[..., begin:end], x_MxLxHxh[..., begin:end])
-    same = tiny_config(*FORM, "global_head_dim=0", "rope_max_timescale=10")  # the same head and base in all layers
-    for each in (config, same):
+    one_base = tiny_config(*FORM, "rope_max_timescale=10")  # of all layers
+    for each in (config, one_base):
         cos, _ = Ropes(RopeKeys.from_config(each.model), LENGTH).of(True, lambda: jnp.ones(1))
         expected = np.cos(np.outer(np.arange(LENGTH), 10.0 ** (-np.arange(4) / 4)))
         np.testing.assert_allclose(cos, expected, atol=1e-5)
@@ -64,7 +65,6 @@ def test_parameters_and_flops_count_the_heads_of_each_layer() -> None:
     ("keys", "message"),
     [
         (("global_num_kv_heads=3",), "global_num_kv_heads=3: must be a divisor of base_num_query_heads=4"),
-        (("global_head_dim=15",), "global_head_dim=15: must be even"),
         (("rope_type=linear",), "rope_type=linear: must be default beside decoder_block=gemma4"),
         (("trainable_position_size=64",), "trainable_position_size=64: must be -1 beside decoder_block=gemma4"),
         (("base_moe_mlp_dim=8",), "base_moe_mlp_dim=8: must be -1 beside decoder_block=gemma4, whose layers have no"),
@@ -89,10 +89,12 @@ def works_of(message: str, name: str) -> list[str]:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"hidden_size_per_layer_input": 256}, "hidden_size_per_layer_input=256 is not supported"),
+        ({"hidden_size_per_layer_input": 128}, "hidden_size_per_layer_input=128 is not supported"),
         ({"hidden_size_per_layer_input": None}, ""),
         ({"num_hidden_layers": 0, "layer_types": None}, ""),
         ({"num_kv_shared_layers": 2}, "num_kv_shared_layers=2 is not supported"),
+        ({"global_head_dim": 12}, "global_head_dim=12 is not supported.* twice as wide as head_dim=8"),
+        ({"attention_k_eq_v": False}, "attention_k_eq_v=False is not supported"),
         ({"layer_types": ["sliding_attention"] * 4}, "the last layer must be full_attention"),
         ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config is not supported unless all full_attention"),
         ({"rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0}}}, "rope_parameters=.*yarn"),
@@ -100,17 +102,17 @@ def works_of(message: str, name: str) -> list[str]:
 )
 def test_what_hugging_face_may_state_and_the_form_lacks_is_refused(fields: dict[str, object], message: str) -> None:
     if not message:
-        assert model_keys(HUGGING_FACE | fields, "config.json")["global_head_dim"] == "16"
+        assert model_keys(HUGGING_FACE | fields, "config.json")["decoder_block"] == "gemma4"
         return
     with pytest.raises(ConfigError, match=message):
         model_keys(HUGGING_FACE | fields, "config.json")
 
 
 def test_heads_of_global_layers_are_read_where_layers_state_them() -> None:
-    heads = {"head_dim": 12, "num_key_value_heads": 1}
-    stated = HUGGING_FACE | {"attention_k_eq_v": True, "per_layer_config": {"1": heads, "3": heads}}
+    heads = {"head_dim": 16, "num_key_value_heads": 1}
+    stated = HUGGING_FACE | {"per_layer_config": {"1": heads, "3": heads}}
     found = model_keys(stated, "config.json")
-    assert (found["global_head_dim"], found["global_num_kv_heads"]) == ("12", "1")
+    assert found["global_num_kv_heads"] == "1"
 
 
 @pytest.mark.parametrize("key", ["query_pre_attn_scalar=8"])

@@ -23,8 +23,12 @@ EXPERTS = ("num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "bas
 FORMS_OF_EXPERTS = FORMS | {"positions": ("use_qk_norm=true", "trainable_position_size=512")}
 FORMS_OF_GLOBAL_HEADS = FORMS | {
     "plain": ("attention_type=local_sliding,global", "sliding_window_size=8"),
-    "positions": ("global_head_dim=48", "global_num_kv_heads=1", "share_kv_projections=true"),
+    "positions": ("global_num_kv_heads=1", "partial_rotary_factor=0.5"),
     "untied": ("num_experts=1", "num_experts_per_tok=1", "norm_topk_prob=false", "base_moe_mlp_dim=-1"),
+}
+FORMS_OF_LAYER_INPUTS = FORMS | {
+    "plain": ("attention_type=local_sliding,global", "sliding_window_size=8", "num_kv_shared_layers=2"),
+    "positions": ("global_num_kv_heads=1", "num_kv_shared_layers=3", "use_double_wide_mlp=true"),
 }
 FORMS_OF_LATENTS = FORMS | {
     "biases": ("q_lora_rank=16", "shared_experts=2", "routed_bias=true"),
@@ -36,6 +40,8 @@ DELTA_RULE = ("shared_experts=2", "gdn_num_key_heads=2", "gdn_num_value_heads=4"
 
 def keys_of(family: str, form: str) -> tuple[str, ...]:
     record = FAMILIES[family]
+    if record.layer_input_width:
+        return FORMS_OF_LAYER_INPUTS[form]
     if not record.has_experts:
         return FORMS[form]
     own = ("attention_output_dim=48",) if record.has_narrow_experts else ()

@@ -167,7 +167,7 @@ GEMMA = (
 # A cycle of two layers, whose heads have the widths of Gemma 4's, and one key of the global layer for both shards.
 GEMMA4 = (
     "decoder_block=gemma4 base_num_decoder_layers=2 attention_type=local_sliding,global sliding_window_size=200 "
-    "head_dim=256 global_head_dim=512 global_num_kv_heads=1 share_kv_projections=true query_pre_attn_scalar=1"
+    "head_dim=256 global_num_kv_heads=1 query_pre_attn_scalar=1"
 )
 
 

@@ -83,8 +83,12 @@ def training_logprobs(config: Config, params: nnx.State, responses: Responses) -
     [
         ("scan_layers=false", "logits_via_embedding=true"),
         ("scan_layers=true", "logits_via_embedding=false", "base_num_kv_heads=4"),
+        (
+            "decoder_block=gemma4_small", "base_num_decoder_layers=4", "num_kv_shared_layers=2", "scan_layers=true",
+            "attention_type=local_sliding,global", "sliding_window_size=7",
+        ),
     ],
-)
+)  # fmt: skip
 def test_log_probabilities_are_those_of_the_forward_pass_of_training(overrides: tuple[str, ...]) -> None:
     config, params = model(*overrides)
     responses = respond(config, params, tokenizer=Endless())

@@ -161,7 +161,9 @@ def _activation_bytes(config: Config, axes: dict[str, int]) -> float:
     kept = 0 if INPUT in remat.on_host else model.base_emb_dim
     kept += 2 * products if remat.keeps_all else sum(sizes[name] for name in remat.on_device)
     value = 2 if config.dtype == "bfloat16" else 4
-    per_token = value * (kept * config.base_num_decoder_layers // len(cycle) + 4 * products)
+    inputs = FAMILIES[model.decoder_block].layer_input_width
+    per_layers = kept * config.base_num_decoder_layers // len(cycle) + inputs * config.base_num_decoder_layers
+    per_token = value * (per_layers + 4 * products)
     per_device: float = per_token * slots_per_sample(config) / (axes["tensor"] * axes["context"] * axes["pipeline"])
     return per_device
 

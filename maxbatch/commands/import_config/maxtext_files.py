@@ -55,6 +55,8 @@ def read(path: Path, command: int | None = None) -> tuple[dict[str, Stated], lis
         words = {word: value for word, value in words.items() if not _is_stated(word, own)}
     name = str((words | own).get("model_name", "default")).strip()
     if name in ("", "default"):
+        if is_yaml(path) and path.stem not in presets() and words_of_model(path.stem):
+            own["model_name"] = NameOfFile(path.stem)  # by which MaxText reads the file of a model
         return words | own, notes
     if name in presets():
         words = _below_model(words, name)

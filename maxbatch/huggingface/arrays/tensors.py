@@ -11,7 +11,14 @@ import numpy as np
 
 from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES, Family
-from maxbatch.config.matrices import LAYERS, Parameter, ParameterPath, axis_sizes, possible_parameters
+from maxbatch.config.matrices import (
+    DENSE_LAYERS,
+    Parameter,
+    ParameterPath,
+    axis_sizes,
+    first_layer,
+    possible_parameters,
+)
 from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.folder.safetensors import StoredTensor
 from maxbatch.model.parameters import parameter_path
@@ -183,11 +190,12 @@ def parameter_places(model: ModelConfig, params: State) -> dict[ParameterPath, T
         first = len(before)
         if not layout.alternates:
             first = sum(map(rows_of_head, before))
-        if path[0] != LAYERS:
+        if not row.is_stacked:
             return TensorPlace(layout, shape, first, stacked)
-        first_layer = model.first_num_dense_layers + sum(map(int, row.layer[1:]))
+        step = 1 if path[0] == DENSE_LAYERS else cycle_length(model)
+        number = first_layer(model, path[0]) + sum(map(int, row.layer[1:]))
         head_size = sum(map(rows_of_head, layout.joined)) if layout.heads > 1 else 0
-        return TensorPlace(layout, shape, first, stacked, first_layer, cycle_length(model), head_size)
+        return TensorPlace(layout, shape, first, stacked, number, step, head_size)
 
     return {path: place(path) for path in shapes}
 

@@ -8,7 +8,7 @@ from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.cycle import cycle_of
 from maxbatch.config.families import FAMILIES, Family, Json, is_local_layer
 from maxbatch.config.loading import keys
-from maxbatch.config.matrices import moe_mlp_dim
+from maxbatch.config.matrices import global_head_dim, moe_mlp_dim
 from maxbatch.huggingface.folder.config_json import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.system.errors import ConfigError
 
@@ -45,7 +45,7 @@ def config_json(config: DecoderConfig, dtype: str, source: Json) -> Json:
     if family.has_experts and config.num_experts > 1:
         stated |= _experts(config, family)
     if family.has_global_heads:
-        stated |= _global_heads(config)
+        stated |= _global_heads(config, family)
     if family.has_latents:
         stated |= _latents(config)
     if "attention_chunk_size" in family.defaults:
@@ -120,24 +120,24 @@ def _chunks(config: DecoderConfig) -> Json:
     }
 
 
-def _global_heads(config: DecoderConfig) -> Json:
+def _global_heads(config: DecoderConfig, family: Family) -> Json:
     """Returns the fields of Gemma 4's form: the heads of global layers, their RoPE, and what its small models have."""
     proportional = {"rope_type": "proportional", "partial_rotary_factor": config.partial_rotary_factor}
     base = config.local_rope_max_timescale
     local = {"rope_type": "default", "rope_theta": _plain(base if base > 0 else config.rope_max_timescale)}
     return {
-        "global_head_dim": config.global_head_dim or config.head_dim,
+        "global_head_dim": global_head_dim(config),
         "num_global_key_value_heads": config.global_num_kv_heads or config.base_num_kv_heads,
-        "attention_k_eq_v": config.share_kv_projections,
+        "attention_k_eq_v": family.shares_kv_projections,
         "rope_parameters": {
             "full_attention": proportional | {"rope_theta": _plain(config.rope_max_timescale)},
             "sliding_attention": local,
         },
         "enable_moe_block": config.num_experts > 1,
-        "hidden_size_per_layer_input": 0,
+        "hidden_size_per_layer_input": family.layer_input_width,
         "vocab_size_per_layer_input": config.vocab_size,
-        "num_kv_shared_layers": 0,
-        "use_double_wide_mlp": False,
+        "num_kv_shared_layers": config.num_kv_shared_layers,
+        "use_double_wide_mlp": config.use_double_wide_mlp,
     }
 
 
@@ -258,9 +258,8 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
         value: Any = read[key]
         if key == "query_pre_attn_scalar":
             ours, value = ours or config.head_dim, value or read["head_dim"]
-        usual = {"global_head_dim": config.head_dim, "global_num_kv_heads": config.base_num_kv_heads}
-        if key in usual:
-            ours, value = ours or usual[key], value or usual[key]
+        if key == "global_num_kv_heads":
+            ours, value = ours or config.base_num_kv_heads, value or config.base_num_kv_heads
         if key == "attention_type":
             layers = config.base_num_decoder_layers
             ours, value = is_local_layer(ours, layers), is_local_layer(str(value), layers)

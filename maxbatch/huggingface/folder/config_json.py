@@ -28,6 +28,7 @@ ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu", "ge
 _GATED, _PLAIN = ("silu", "gelu", "gelu_exact"), ("gelu", "gelu_exact")
 _BIASES = ("attention_bias", "mlp_bias")
 _CHUNK = "attention_chunk_size"  # a field of Llama 4's form
+_INPUT_WIDTH = "hidden_size_per_layer_input"  # of Gemma 4's small models
 _LAYER_TYPES = {"sliding_attention": LOCAL, "full_attention": GLOBAL}
 _DELTA_RULE = "linear_attention"  # of layer_types
 # Fields of which only these values are supported; a file may lack them.
@@ -138,10 +139,10 @@ def model_keys(stated: Json, where: str) -> dict[str, str]:
 
 def _family(stated: Json, where: str) -> Family:
     name = str(stated.get("model_type"))
-    family = MODEL_TYPES.get(name)
-    if family is None:
+    if name not in MODEL_TYPES:
         works = ", ".join(MODEL_TYPES)
         raise ConfigError(f"{where}: model_type={shown(name)} is not supported; works: one of {works}")
+    family = next((one for one in MODEL_TYPES[name] if _has_width(one, stated)), MODEL_TYPES[name][0])
     experts = [field for field, value in stated.items() if "expert" in field and value and not family.has_experts]
     if experts:
         value = shown(str(stated[experts[0]]))
@@ -162,6 +163,11 @@ def _family(stated: Json, where: str) -> Family:
     if biases := [field for field in _BIASES if stated.get(field) and field not in family.bias_fields]:
         raise ConfigError(f"{where}: {biases[0]}={shown(str(stated[biases[0]]))} is not supported for {name}")
     return family
+
+
+def _has_width(family: Family, stated: Json) -> bool:
+    """Returns whether a file states as wide inputs of the layers as the family has."""
+    return bool((family.defaults | stated).get(_INPUT_WIDTH, 0) == family.layer_input_width)
 
 
 class _Fields:
@@ -222,13 +228,23 @@ class _Fields:
     def _global_heads(self, num_layers: int) -> dict[str, object]:
         """Returns the keys of heads that only global layers have, stated for all of them or layer by layer."""
         stated, types = self._stated, self._layer_types(num_layers)
-        for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):  # of the small models
-            if stated.get(field):
-                raise ConfigError(f"{self._where}: {field}={stated[field]} is not supported")
+        family, last = self._family, stated.get("num_kv_shared_layers") or 0
+        only: dict[str, object] = {
+            _INPUT_WIDTH: family.layer_input_width,
+            "attention_k_eq_v": family.shares_kv_projections,
+        }
+        if family.layer_input_width:
+            only["vocab_size_per_layer_input"] = stated["vocab_size"]
+        else:
+            only |= {"num_kv_shared_layers": 0, "use_double_wide_mlp": False}
+        for field, value in only.items():
+            if (stated.get(field) or 0) != value:
+                shown_value = shown(str(stated.get(field)))
+                raise ConfigError(f"{self._where}: {field}={shown_value} is not supported for {family.decoder_block}")
         if types[-1:] == [LOCAL]:
             raise ConfigError(f"{self._where}: layer_types: the last layer must be full_attention")
-        shared = bool(stated.get("attention_k_eq_v"))
-        head_dim, kv_heads = stated["global_head_dim"], stated.get("num_global_key_value_heads") if shared else None
+        head_dim = stated["global_head_dim"]
+        kv_heads = stated.get("num_global_key_value_heads") if family.shares_kv_projections else None
         by_layer = stated.get("per_layer_config")
         if by_layer is not None:
             own = {"head_dim": stated["head_dim"], "num_key_value_heads": stated["num_key_value_heads"]}
@@ -238,10 +254,13 @@ class _Fields:
                 raise ConfigError(f"{self._where}: per_layer_config is not supported unless all full_attention layers, "
                                   "and they alone, have one head_dim and num_key_value_heads")  # fmt: skip
             head_dim, kv_heads = of_global["head_dim"], of_global["num_key_value_heads"]
+        if head_dim != 2 * stated["head_dim"]:
+            raise ConfigError(f"{self._where}: global_head_dim={head_dim} is not supported: heads of full_attention "
+                              f"layers are twice as wide as head_dim={stated['head_dim']}")  # fmt: skip
         return {
-            "global_head_dim": head_dim or 0,
             "global_num_kv_heads": kv_heads or 0,
-            "share_kv_projections": shared,
+            "num_kv_shared_layers": last,
+            "use_double_wide_mlp": last > 0 and bool(stated.get("use_double_wide_mlp")),
             "query_pre_attn_scalar": 1,
         }
 

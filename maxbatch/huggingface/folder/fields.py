@@ -21,7 +21,8 @@ _WHOLE = {
             "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "intermediate_size_mlp",
             "attention_chunk_size", "shared_expert_intermediate_size", "linear_key_head_dim", "linear_value_head_dim",
             "linear_num_key_heads", "linear_num_value_heads",
-            "global_head_dim", "num_global_key_value_heads",
+            "global_head_dim", "num_global_key_value_heads", "hidden_size_per_layer_input",
+            "vocab_size_per_layer_input",
         ),
         _MOST,
     ),
@@ -29,7 +30,7 @@ _WHOLE = {
         (
             "num_hidden_layers", "max_window_layers", "sliding_window_pattern", "_sliding_window_pattern",
             "first_k_dense_replace", "num_nextn_predict_layers", "interleave_moe_layer_step", "no_rope_layer_interval",
-            "full_attention_interval",
+            "full_attention_interval", "num_kv_shared_layers",
         ),
         _MOST_LAYERS,
     ),

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES, ParameterPath, of_experts
+from maxbatch.config.matrices import MATRICES, STACKS, ParameterPath, of_experts
 from maxbatch.config.sections import AdapterConfig, Quantization
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.model.parameters import parameter_path
@@ -163,7 +163,7 @@ def _matrices(base: State) -> Iterator[Target]:
     for path, variable in leaves:
         names = parameter_path(path)
         axes = variable.get_metadata().get("logical_axes", ())
-        if names[0] in (DENSE_LAYERS, LAYERS) and names[-1] in MATRICES and not of_experts(names[-1]):
+        if names[0] in STACKS and names[-1] in MATRICES and not of_experts(names[-1]):
             row = MATRICES[names[-1]]
             if len(axes) == 1 + len(row.axes):
                 yield Target(names, tuple(variable.get_value().shape), tuple(axes), len(row.inputs))

@@ -127,7 +127,8 @@ class Accumulation:
         remat = Remat.of(config.remat)
         self._adapters = adapters = Adapters.from_config(config.adapters, config.quantization)
         is_own = objective.make_model is not None
-        self._sums_layers = config.scan_layers and not model.has_pipeline and not is_own and not adapters
+        loops_once = config.num_kv_shared_layers == 0  # otherwise layers and those that share their keys are two loops
+        self._sums_layers = config.scan_layers and loops_once and not model.has_pipeline and not is_own and not adapters
         self.data_shards = mesh.shape["data"]
         self.balance = balance = None if is_own else Balance.from_config(config)
         trained_shape = adapters.abstract(model.abstract) if adapters else model.abstract

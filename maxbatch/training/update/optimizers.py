@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from maxbatch.config.matrices import DENSE_LAYERS, LAYERS, MATRICES
+from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, MATRICES
 from maxbatch.config.sections import OptimizerConfig
 from maxbatch.parallel.trees import KeyPath, Tree
 from maxbatch.plan.update_settings import UpdateSettings
@@ -259,7 +259,7 @@ def _names(path: KeyPath) -> list[object]:
 def _in_stack(path: KeyPath) -> bool:
     """Returns whether a parameter has a leading axis of layers; not in a user's list of layers (`layers`, 0, ...)."""
     names = _names(path)
-    if DENSE_LAYERS in names:
+    if DENSE_LAYERS in names or KV_SHARED_LAYERS in names:
         return True
     return LAYERS in names[:-1] and not isinstance(names[names.index(LAYERS) + 1], int)
 

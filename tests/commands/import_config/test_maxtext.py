@@ -372,7 +372,7 @@ GEMMA4_EXPERTS = "num_experts: 8\nnum_experts_per_tok: 2\nnorm_topk_prob: true\n
 def test_gemma4_is_that_of_maxtext(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "d.yml", f"{SYNTHETIC}{GEMMA4}")
     assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
-    assert (config.global_head_dim, config.global_num_kv_heads, config.share_kv_projections) == (512, 2, True)
+    assert (config.head_dim, config.global_num_kv_heads) == (256, 2)
     assert (config.rope_max_timescale, config.local_rope_max_timescale) == (1_000_000, 10_000)
     assert (config.use_qk_norm, config.query_pre_attn_scalar, config.partial_rotary_factor) == (True, 1, 0.25)
     assert config.attention_type.split(",") == ["local_sliding"] * 5 + ["global"]
@@ -384,7 +384,12 @@ def test_gemma4_is_that_of_maxtext(tmp_path: Path) -> None:
     shares = "global_rope_proportion: 0.5\nlocal_rope_proportion: 0.5\n"
     config, fates = imported("maxtext", tmp_path / "s.yml", f"{SYNTHETIC}{GEMMA4}{shares}")
     assert config.partial_rotary_factor == 0.5 and fates["local_rope_proportion"].is_essential
-    for word, other in (("shared_experts: 1", "shared_experts: 2"), ("norm_topk_prob: true", "norm_topk_prob: false")):
+    others = ("shared_experts: 2", "norm_topk_prob: false", "share_kv_projections: false", "global_head_dim: 256")
+    for word, other in zip(
+        ("shared_experts: 1", "norm_topk_prob: true", "share_kv_projections: true", "global_head_dim: 512"),
+        others,
+        strict=True,
+    ):
         text = f"{SYNTHETIC}{GEMMA4}{GEMMA4_EXPERTS}".replace(word, other)
         assert imported("maxtext", tmp_path / "o.yml", text)[1][word.partition(":")[0]].is_essential
 
@@ -411,6 +416,30 @@ def test_layers_of_a_gated_delta_rule_are_those_of_maxtext(tmp_path: Path) -> No
     _, fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{DELTA_RULE}{others}")
     refused = {name for name, fate in fates.items() if fate.fate == "not supported"}
     assert refused == {"use_qk_norm_in_gdn", "gdn_value_head_dim", "gdn_conv_kernel_dim"}
+
+
+GEMMA4_SMALL = f"""{GEMMA4.replace("gemma4", "gemma4_small").replace("share_kv_projections: true", "")}
+vocab_size: 4000
+hidden_size_per_layer_input: 256
+vocab_size_per_layer_input: 4000
+"""
+
+
+def test_gemma4_small_is_that_of_maxtext_by_the_name_of_the_model(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    of_e2b = GEMMA4_SMALL.replace("layers: 6", "layers: 35") + "num_kv_shared_layers: 20\nuse_double_wide_mlp: true\n"
+    config, fates = imported("maxtext", tmp_path / "models/gemma4-e2b.yml", f"{SYNTHETIC}{of_e2b}")
+    assert not [name for name, fate in fates.items() if fate.fate == "not supported"]
+    assert (config.decoder_block, config.num_kv_shared_layers) == ("gemma4_small", 20)
+    assert (config.use_double_wide_mlp, config.partial_rotary_factor) == (True, 0.25)
+    assert config.attention_type.split(",") == ["local_sliding"] * 4 + ["global"]
+    named, _ = imported("maxtext", tmp_path / "m.yml", f"{SYNTHETIC}model_name: gemma4-e2b\n")
+    assert (named.attention_type, named.num_kv_shared_layers) == (config.attention_type, 20)
+    other, _ = imported("maxtext", tmp_path / "models/gemma4-e4b.yml", f"{SYNTHETIC}{GEMMA4_SMALL}")
+    assert other.attention_type.split(",") == ["local_sliding"] * 5 + ["global"]
+    for stated, changed in (("input: 256", "input: 128"), ("input: 4000", "input: 300"), ("_dim: 512", "_dim: 256")):
+        fates = imported("maxtext", tmp_path / "o.yml", f"{SYNTHETIC}{GEMMA4_SMALL}".replace(stated, changed))[1]
+        assert any(fate.is_essential for fate in fates.values()), changed
 
 
 def test_a_chain_that_ends_nowhere_is_refused(tmp_path: Path) -> None:
