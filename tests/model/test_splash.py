@@ -179,9 +179,6 @@ GEMMA4 = (
         ("v5e:2x2", f"{GEMMA} ici_data_parallelism=2 ici_tensor_parallelism=2"),
         ("v5p:2x2x1", f"{GEMMA} ici_context_parallelism=2 scan_layers=false"),
         ("v5e:2x2", f"{GEMMA4} ici_data_parallelism=2 ici_tensor_parallelism=2"),
-        ("v5e:2x2", "ici_data_parallelism=2 ici_tensor_parallelism=2"),
-        ("v5p:2x2x1", "ici_data_parallelism=2 ici_tensor_parallelism=2"),
-        ("v5p:2x2x1", "ici_context_parallelism=2"),
         ("v5e:2x2", "ici_data_parallelism=2 ici_pipeline_parallelism=2"),
     ],
 )

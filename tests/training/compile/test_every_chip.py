@@ -12,6 +12,7 @@ from maxbatch.cli import main
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile.flags import flags_of, text_of
 from maxbatch.training.compile.topology import smallest_slice
+from tests.helpers.tiny import UNMEASURED
 
 pytestmark = [
     pytest.mark.tpu,
@@ -30,6 +31,7 @@ FORMS = {
     "dense": (),
     "sparse": (
         "decoder_block=mixtral", "num_experts=4", "num_experts_per_tok=2", "norm_topk_prob=true", "eval_interval=-1",
+        UNMEASURED,
     ),
 }  # fmt: skip
 

@@ -14,13 +14,16 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch import load_config
 from maxbatch.cli import main
+from maxbatch.commands.compiling import Compiled, largest_update
+from maxbatch.commands.targets import plan_on, with_flags_of
 from maxbatch.data.feed.placement import BatchShape
 from maxbatch.parallel.mesh import lay_out, make_mesh
 from maxbatch.system.chips import TPUS, chip_of
 from maxbatch.training.compile.memory import compile_for, known_parts
-from maxbatch.training.compile.target import device_facts, find_target
+from maxbatch.training.compile.target import Target, device_facts, find_target
 from maxbatch.training.programs import Programs, checked_mesh_shape
 from maxbatch.training.update.gradients import NEXT_TOKEN
+from tests.helpers.tiny import UNMEASURED
 
 pytestmark = [
     pytest.mark.tpu,
@@ -42,7 +45,23 @@ NARROW = (
     "max_target_length=256",
     "eval_interval=-1",
     "enable_checkpointing=false",
+    UNMEASURED,  # test_every_chip.py compiles the noise
 )
+EXPERTS = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "norm_topk_prob=true")
+
+
+def update_for(topology: str, *keys: str) -> Compiled:
+    """Returns the update of a narrow llama2-7b, or of `model_name`, compiled with the flags of the chip."""
+    target = find_target(topology)
+    stated = load_config(overrides=["model_name=llama2-7b", *NARROW, "per_device_batch_size=1", *keys])
+    config = with_flags_of(stated, target)
+    return largest_update(config, target, plan_on(config, target))
+
+
+def programs_for(target: Target, *keys: str) -> Programs:
+    config = load_config(overrides=["model_name=llama2-7b", *NARROW, *keys])
+    shape = checked_mesh_shape(config.plan, config.decoder, target.devices)
+    return Programs(config.programs, target.devices, shape, NEXT_TOKEN)
 
 
 @pytest.mark.parametrize(
@@ -74,8 +93,7 @@ def test_devices_and_hosts_are_those_of_the_slice_that_is_sold(
 @pytest.mark.parametrize("axis", ["expert", "tensor"])
 def test_an_axis_may_take_a_part_of_a_dimension_of_the_torus(axis: str) -> None:
     devices = find_target("v5p:4x4x4").devices
-    experts = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "norm_topk_prob=true")
-    keys = (f"ici_{axis}_parallelism=8", *experts, "base_num_query_heads=8", "base_num_kv_heads=8")
+    keys = (f"ici_{axis}_parallelism=8", *EXPERTS, "base_num_query_heads=8", "base_num_kv_heads=8")
     assert dict(make_mesh(load_config(overrides=[*NARROW, *keys]), devices).shape)[axis] == 8
 
 
@@ -100,73 +118,45 @@ def test_weights_over_fsdp_are_gathered_not_summed(topology: str) -> None:
         ("llama3-70b", "tpu7x:2x2x1", ("ici_context_parallelism=2", "base_num_query_heads=16", "base_num_kv_heads=2")),
     ],
 )
-def test_presets_compile_and_are_saved(
+def test_presets_compile_on_their_meshes(
     model: str, topology: str, keys: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = [f"model_name={model}", *NARROW, "per_device_batch_size=2", *keys, "--topology", topology]
-    assert main(["compile", *arguments, "--output", "saved", "--json"]) == 0
-    captured = capsys.readouterr()
-    record = json.loads(captured.out)
-    assert "maxbatch: warning" not in captured.err, "the compiler takes the flags of the chip"
-    chip = TPUS[topology.partition(":")[0]]
-    assert record["devices"]["device_kind"].startswith(chip.kinds)
-    assert record["hbm_bytes_needed"] < record["hbm_bytes_available"] == chip.hbm_bytes
-    assert Path("saved/manifest.json").is_file() and record["saved_bytes"] > 0
+    update = update_for(topology, f"model_name={model}", "per_device_batch_size=2", *keys)
+    assert "maxbatch: warning" not in capsys.readouterr().err, "the compiler takes the flags of the chip"
+    needed, available = update.verdict.needed_bytes, update.verdict.available_bytes
+    assert needed and needed < TPUS[topology.partition(":")[0]].hbm_bytes == available
     assert load_config(overrides=[f"model_name={model}"]).scan_layers, "one compiled layer, whatever the depth"
 
 
 def test_a_v4_compiles_a_wide_last_projection_with_its_own_flags(capsys: pytest.CaptureFixture[str]) -> None:
-    size = ("base_emb_dim=4096", "vocab_size=32000", "max_target_length=2048", "remat_policy=full")
+    """A sum inside of the product of its gradient would need 16.2 of the 16 MiB of a core's vector memory."""
+    size = ("base_emb_dim=4096", "vocab_size=16000", "max_target_length=512", "remat_policy=full")
     few = ("base_num_decoder_layers=1", "base_num_query_heads=2", "base_num_kv_heads=2")
-    arguments = ["model_name=llama2-7b", *NARROW, *size, *few, "per_device_batch_size=1", "--topology", "v4:2x2x1"]
-    assert main(["compile", *arguments, "--output", "saved", "--json"]) == 0
+    assert update_for("v4:2x2x1", *size, *few).verdict.fits
     assert "maxbatch: warning" not in capsys.readouterr().err
-
-
-EXPERTS = ("decoder_block=mixtral", "num_experts=8", "num_experts_per_tok=2", "norm_topk_prob=true")
 
 
 @pytest.mark.parametrize(("topology", "quantization", "eight_bits"), [("v6e:2x2", "int8", "s8"),
                                                                       ("tpu7x:2x2x1", "fp8", "f8e4m3fn")])  # fmt: skip
 def test_products_and_gathers_of_weights_are_of_8_bits(topology: str, quantization: str, eight_bits: str) -> None:
     layer = ("base_num_decoder_layers=1", "base_num_query_heads=2", "base_num_kv_heads=2", "scan_layers=false")
-    arguments = ["model_name=llama2-7b", *NARROW, *layer, "per_device_batch_size=1", f"quantization={quantization}"]
-    assert main(["compile", *arguments, "--topology", topology, "--output", "saved", "--hlo", "hlo"]) == 0
-    (step,) = Path("hlo").glob("step-*.hlo")
-    program = step.read_text()
-    gathered = re.findall(r"= \(?(\w+)\[[\d,]*\]\S* all-gather(?:-start)?\(", program)
+    keys = (*layer, *EXPERTS, "ici_expert_parallelism=2", f"quantization={quantization}")
+    update = update_for(topology, *keys).executable
+    assert update
+    program = update.as_text() or ""
+    gather = r"\S* all-gather(?:-start)?\("
+    gathered = re.findall(rf"= \(?(\w+)\[[\d,]*\]{gather}", program)
     assert gathered.count(eight_bits) > len(gathered) / 2, gathered
     sums = "s32" if quantization == "int8" else "f32"
     assert re.search(rf"= {sums}\[\S+ convolution\(", program) and f"{eight_bits}[" in program
-
-
-@pytest.mark.parametrize(("topology", "quantization", "eight_bits"), [("v6e:2x2", "int8", "s8"),
-                                                                      ("tpu7x:2x2x1", "fp8", "f8e4m3fn")])  # fmt: skip
-def test_weights_of_experts_travel_in_8_bits(topology: str, quantization: str, eight_bits: str) -> None:
-    layer = ("base_num_decoder_layers=1", "base_num_query_heads=2", "base_num_kv_heads=2", "scan_layers=false")
-    keys = (*EXPERTS, "ici_expert_parallelism=2", f"quantization={quantization}", "per_device_batch_size=1")
-    arguments = ["model_name=llama2-7b", *NARROW, *layer, *keys]
-    assert main(["compile", *arguments, "--topology", topology, "--output", "saved", "--hlo", "hlo"]) == 0
-    (step,) = Path("hlo").glob("step-*.hlo")
     matrix = r"4,(?:256,512|512,256)"  # of the half of the experts that a device has
-    gathered = re.findall(rf"= \(?(\w+)\[{matrix}\]\S* all-gather(?:-start)?\(", step.read_text())
-    assert gathered and set(gathered) == {eight_bits}
-
-
-def test_slices_compile_over_their_network(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["model_name=llama2-7b", *NARROW, "per_device_batch_size=2", "dcn_data_parallelism=2"]
-    assert main(["compile", *arguments, "--topology", "v5e:2x2", "--slices", "2", "--output", "s", "--json"]) == 0
-    devices = json.loads(capsys.readouterr().out)["devices"]
-    assert (devices["devices"], devices["slices"]) == (8, 2)
+    of_experts = re.findall(rf"= \(?(\w+)\[{matrix}\]{gather}", program)
+    assert of_experts and set(of_experts) == {eight_bits}
 
 
 def test_accumulation_needs_hardly_more_memory_than_a_single_micro_batch() -> None:
-    wide = ("base_emb_dim=1024", "base_mlp_dim=4096", "base_num_decoder_layers=8", "per_device_batch_size=1")
-    config = load_config(overrides=["model_name=llama2-7b", *NARROW, *wide])
     target = find_target("v5e:2x2")
-    programs = Programs(
-        config.programs, target.devices, checked_mesh_shape(config.plan, config.decoder, target.devices), NEXT_TOKEN
-    )
+    programs = programs_for(target, "base_emb_dim=1024", "base_mlp_dim=4096", "base_num_decoder_layers=8")
     needed = [
         verdict.needed_bytes or 0
         for verdict in (compile_for(programs.step(BatchShape(4, number)), target)[0] for number in (1, 4))
@@ -179,11 +169,7 @@ def test_the_layers_backward_pass_keeps_no_whole_gradient_of_the_last_projection
     target, words, width = find_target("v5e:2x4"), 1 << 15, 1024
 
     def temporaries(vocab_size: int) -> int:
-        size = (f"vocab_size={vocab_size}", f"base_emb_dim={width}", "remat_policy=full", "per_device_batch_size=1")
-        config = load_config(overrides=["model_name=llama2-7b", *NARROW, *size])
-        programs = Programs(
-            config.programs, target.devices, checked_mesh_shape(config.plan, config.decoder, target.devices), NEXT_TOKEN
-        )
+        programs = programs_for(target, f"vocab_size={vocab_size}", f"base_emb_dim={width}", "remat_policy=full")
         return programs.step(BatchShape(8, 2)).compile().memory_analysis().temp_size_in_bytes
 
     whole_gradient = 4 * width * words
@@ -196,17 +182,17 @@ def test_a_ramp_is_saved_for_a_slice_that_is_not_here(capsys: pytest.CaptureFixt
         "per_device_batch_size_start=2",
         "per_device_batch_size_increment=2",
         "per_device_batch_size=4",
-        "global_rampup_samples=30000",
+        "global_rampup_samples=3750",
         "gradient_accumulation_steps=2",
         "steps=300",
     )
-    arguments = ["model_name=llama2-7b", *NARROW, *ramp, "--topology", "v5p:4x4x4", "--output", "saved", "--hlo", "t"]
+    arguments = ["model_name=llama2-7b", *NARROW, *ramp, "--topology", "v5p:2x2x2", "--output", "saved", "--hlo", "t"]
     assert main(["compile", *arguments, "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    assert record["devices"]["devices"] == 64
+    assert record["devices"]["devices"] == 8
     # The first stage's micro-batch divides the last one's, so its program runs both; the last has its own as well.
     steps = {name: figures for name, figures in record["programs"].items() if name.startswith("step-")}
-    assert set(steps) == {"step-128-4", "step-256-2"}
+    assert set(steps) == {"step-16-4", "step-32-2"}
     assert all(figures["fits"] for figures in steps.values())
     for name, figures in steps.items():
         assert figures["compute_cycles"] > 0 and figures["kernel_cycles"] > 0 and 0 < figures["modelled_mfu"] < 1
@@ -216,10 +202,10 @@ def test_a_ramp_is_saved_for_a_slice_that_is_not_here(capsys: pytest.CaptureFixt
         assert sent > 0 and figures["modelled_step_s"] >= busy + exposed - 1e-12
         assert len(figures["operations"]) == 5
         assert "is_scheduled=true" in Path(f"t/{name}.hlo").read_text()
-    assert any(one["source"].startswith("maxbatch/model/") for one in steps["step-256-2"]["operations"])
+    assert any(one["source"].startswith("maxbatch/model/") for one in steps["step-32-2"]["operations"])
     manifest = json.loads(Path("saved/manifest.json").read_text())
     assert "--xla_enable_async_all_gather=true" in manifest["config"]["libtpu_flags"]
-    assert manifest["shapes"] == [[128, 4], [256, 2]]
+    assert manifest["shapes"] == [[16, 4], [32, 2]]
     assert all(Path(f"saved/{name}.bin").stat().st_size > 0 for name in manifest["programs"])
 
 
@@ -236,8 +222,8 @@ def test_any_mesh_is_ranked_by_the_clock(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("maxbatch.commands.fit.choices.POLICIES", ("full",))  # the preset's own
-    heads = ("base_num_query_heads=2", "base_num_kv_heads=2")  # which 4 devices do not divide
-    keys = ("model_name=llama2-7b", *NARROW, *heads, "global_batch_size=8", f"data_cache_dir={tmp_path / 'cache'}")
+    few = ("base_num_decoder_layers=1", "base_num_query_heads=2", "base_num_kv_heads=2")  # 4 devices divide no heads
+    keys = ("model_name=llama2-7b", *NARROW, *few, "global_batch_size=8", f"data_cache_dir={tmp_path / 'cache'}")
     stated = ("ici_data_parallelism=1", "dcn_data_parallelism=2", "--topology", "v5e:2x2", "--slices", "2")
     assert main(["fit", *keys, *stated, "--mesh", "auto", "--json"]) == 0
     answer = json.loads(capsys.readouterr().out)
@@ -270,6 +256,7 @@ def test_every_machine_that_survives_has_its_memory_its_modelled_step_and_its_pr
     assert main(["compile", *SURVIVING, *SLICES, "--output", str(folder)]) == 0
     record = json.loads(capsys.readouterr().out)
     (smaller,) = record["survive"]
+    assert [(one["devices"]["devices"], one["devices"]["slices"]) for one in (record, smaller)] == [(12, 3), (8, 2)]
     assert [one["modelled_step_s"] for one in (record, smaller)] == [row["modelled_step_s"] for row in rows]
     assert [one["hbm_bytes_needed"] for one in (record, smaller)] == [row["hbm_bytes_needed"] for row in rows]
     assert (folder / "manifest.json").is_file() and smaller["output"] == str(folder / "slices-2-hosts-2-devices-8")
