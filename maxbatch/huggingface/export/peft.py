@@ -53,7 +53,7 @@ class Module(NamedTuple):
             rank = a.shape[-1]
             b_OxR = b.reshape(rank, -1).T
             column = np.zeros((self.num_outputs, rank), b.dtype)
-            column[part.place.indices] = b_OxR
+            column[part.place.indices if part.place.layout.joined else ...] = b_OxR
             a_parts.append(a.reshape(-1, rank).T)
             columns.append(column)
         return np.concatenate(a_parts), np.concatenate(columns, axis=1)
