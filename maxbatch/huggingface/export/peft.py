@@ -113,8 +113,8 @@ def _tensors(modules: list[Module], arrays: dict[ParameterPath, np.ndarray]) -> 
 
 
 def _config_json(decoder_block: str, base: str, adapters: Adapters, modules: list[Module]) -> Json:
-    # Two components, since GPT-2's attention and MLP both have a c_proj.
-    names = {module: ".".join(module.name.split(".")[-2:]) for module in modules}
+    # At most two components within a layer, since GPT-2's attention and MLP both have a c_proj.
+    names = {module: ".".join(module.name.rpartition("{layer}.")[2].split(".")[-2:]) for module in modules}
     joined = {names[module]: len(module.parts) for module in modules if len(module.parts) > 1}
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
     return {
