@@ -47,7 +47,11 @@ LAYOUTS: dict[str, tuple[int, str, tuple[str, ...]]] = {
     "experts over four devices": (4, "1", ("ici_expert_parallelism=4", "remat_policy=full")),
     "experts and data": (4, "2", ("ici_expert_parallelism=2", "ici_data_parallelism=2", MEASURED)),
     "experts, tensor and fsdp": (8, "0.5", ("ici_expert_parallelism=2", "ici_tensor_parallelism=2")),
-    "experts and pipeline": (4, "2", ("ici_expert_parallelism=2", "ici_pipeline_parallelism=2")),
+    "experts, tensor and pipeline": (
+        8,
+        "2",
+        ("ici_expert_parallelism=2", "ici_tensor_parallelism=2", "ici_pipeline_parallelism=2"),
+    ),
     "context and fsdp, products kept": (4, "2", ("ici_context_parallelism=2", "remat_policy=minimal")),
 }
 # Those that take the form of accelerators, where shares multiply before the last product.
@@ -56,38 +60,45 @@ ELSEWHERE = ("experts over four devices", "experts, tensor and fsdp")
 SCOPES = {"sequence": ("load_balance_scope=sequence", ONE_LAYER), "global": ("load_balance_scope=global",)}
 FIRST = ("load_balance_loss", "router_z_loss", "expert_load_max", "dropped_tokens", "routing_fingerprint")
 
-
-DEEPSEEK = (
-    "decoder_block=deepseek",
-    "base_num_decoder_layers=3",
-    "first_num_dense_layers=1",
-    "num_experts=8",
-    "n_routing_groups=4",
-    "topk_routing_group=2",
-    "shared_experts=1",
-    "routed_score_func=sigmoid",
-    "routed_scaling_factor=2.0",
-    "q_lora_rank=16",
-    "kv_lora_rank=16",
-    "qk_nope_head_dim=8",
-    "qk_rope_head_dim=8",
-    "v_head_dim=8",
-)
-
-
-# Two cycles of a local and a global layer, whose heads have other sizes.
-GEMMA4 = (
-    "decoder_block=gemma4",
-    "base_num_decoder_layers=4",
-    "attention_type=local_sliding,global",
-    "sliding_window_size=7",
-    "global_num_kv_heads=1",
-    "use_qk_norm=true",
-    "query_pre_attn_scalar=1",
-    "mlp_activations=gelu,linear",
-    "steps=2",
-    UNSAVED,
-)
+# The keys of other forms of layers by their name, and the layouts on which each is compared with one device: all axes
+# meet all forms that they cut in their own way, and loops over layers meet the axes once.
+FORMS = {
+    "deepseek": (
+        "decoder_block=deepseek", "base_num_decoder_layers=3", "first_num_dense_layers=1", "num_experts=8",
+        "n_routing_groups=4", "topk_routing_group=2", "shared_experts=1", "routed_score_func=sigmoid",
+        "routed_scaling_factor=2.0", "q_lora_rank=16", "kv_lora_rank=16", "qk_nope_head_dim=8", "qk_rope_head_dim=8",
+        "v_head_dim=8",
+    ),
+    "narrow experts": ("decoder_block=qwen3_custom_moe", "attention_output_dim=24"),
+    # Layers with RoPE and an MLP in chunks alternate with layers without RoPE and with experts.
+    "llama4": (
+        "decoder_block=llama4", "norm_topk_prob=false", "routed_score_func=sigmoid", "shared_experts=1",
+        "use_qk_norm=true", "interleave_moe_layer_step=2", "nope_layer_interval=2", "chunk_attn_window_size=5",
+        "temperature_tuning=true", "base_num_decoder_layers=4",
+    ),
+    # Two cycles of a local and a global layer, whose heads have other sizes.
+    "gemma4": (
+        "decoder_block=gemma4", "base_num_decoder_layers=4", "attention_type=local_sliding,global",
+        "sliding_window_size=7", "global_num_kv_heads=1", 
+        "use_qk_norm=true", "query_pre_attn_scalar=1", "mlp_activations=gelu,linear",
+    ),
+    # Layers with a gated delta rule alternate with layers with attention.
+    "qwen3_next": (
+        "decoder_block=qwen3_next", "inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4",
+        "shared_experts=1", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8",
+        "partial_rotary_factor=0.5",
+    ),
+}  # fmt: skip
+IN_LOOP = ("scan_layers=true", "remat_policy=full")
+LAYOUTS_OF = {
+    "deepseek": {"experts, tensor and pipeline": ()},
+    "narrow experts": {"experts, tensor and pipeline": ()},
+    "llama4": {"experts, tensor and fsdp": IN_LOOP, "context and fsdp, products kept": ()},
+    "gemma4": {"experts, tensor and pipeline": ()},
+    "qwen3_next": {  # each device of a context axis runs the rule over whole rows
+        "experts, tensor and pipeline": ("ici_expert_parallelism=1", "ici_context_parallelism=2", "remat_policy=full")
+    },
+}
 
 
 def run(run_dir: Path, layout: str, *overrides: str) -> list[dict[str, Any]]:
@@ -123,63 +134,16 @@ def test_all_layouts_route_and_balance_alike_in_the_form_of_a_cpu_or_of_accelera
     assert sum(found[0]["expert_choices"].values()) == 2 * layers * (found[0]["loss_weight"] + 8)  # 2 choices, 8 rows
 
 
-def test_deepseek_routes_and_balances_alike_on_all_layouts(tmp_path):
-    expected = run(tmp_path / "whole", "", *DEEPSEEK, "steps=2", UNSAVED)
-    in_loop = ("scan_layers=true", "remat_policy=full")
-    for layout, keys in (("experts, tensor and fsdp", in_loop), ("experts and pipeline", ())):
-        found = run(tmp_path / layout, layout, *DEEPSEEK, *keys, "steps=2", UNSAVED)
-        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
-        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
-
-
-def test_narrow_experts_route_and_balance_alike_on_all_layouts(tmp_path):
-    narrow = ("decoder_block=qwen3_custom_moe", "attention_output_dim=24", "steps=2", UNSAVED)
-    expected = run(tmp_path / "whole", "", *narrow)
-    for layout in ("experts, tensor and fsdp", "experts and pipeline"):
-        found = run(tmp_path / layout, layout, *narrow)
-        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
-        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
-
-
-def test_a_cycle_of_layers_of_several_forms_is_one_run_on_all_layouts(tmp_path, monkeypatch):
-    """Layers with RoPE and an MLP in chunks alternate with layers without RoPE and with experts."""
+@pytest.mark.parametrize("form", FORMS)
+def test_layers_of_other_forms_route_and_balance_alike_on_all_layouts(tmp_path, monkeypatch, form):
     monkeypatch.setattr(scores, "GROWTH_TOKENS", 4)
-    cycle = (
-        "decoder_block=llama4", "norm_topk_prob=false", "routed_score_func=sigmoid", "shared_experts=1",
-        "use_qk_norm=true", "interleave_moe_layer_step=2", "nope_layer_interval=2", "chunk_attn_window_size=5",
-        "temperature_tuning=true", "base_num_decoder_layers=4", "steps=2", UNSAVED,
-    )  # fmt: skip
-    expected = run(tmp_path / "whole", "", *cycle)
-    of_context = "context and fsdp, products kept"
-    layouts = {"experts, tensor and fsdp": ("scan_layers=true",), "experts and pipeline": (), of_context: ()}
-    for layout, keys in layouts.items():
-        found = run(tmp_path / layout, layout, *cycle, *keys)
-        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
-        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
-
-
-def test_gemma4_routes_and_balances_alike_on_all_layouts(tmp_path):
-    expected = run(tmp_path / "whole", "", *GEMMA4)
-    in_loop = ("scan_layers=true", "remat_policy=full")
-    for layout, keys in (("experts, tensor and fsdp", in_loop), ("experts and pipeline", ())):
-        found = run(tmp_path / layout, layout, *GEMMA4, *keys)
-        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
-        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
-
-
-def test_gated_delta_rules_and_attention_are_one_run_on_tensor_context_and_pipeline_axes(tmp_path, monkeypatch):
-    """Devices of a context axis each run the rule over whole rows."""
     monkeypatch.setattr(delta_net, "CHUNK_TOKENS", 7)
-    keys = (
-        "decoder_block=qwen3_next", "inhomogeneous_layer_cycle_interval=2", "base_num_decoder_layers=4",
-        "shared_experts=1", "gdn_num_key_heads=2", "gdn_num_value_heads=4", "gdn_key_head_dim=8",
-        "partial_rotary_factor=0.5", "steps=2", UNSAVED,
-    )  # fmt: skip
-    expected = run(tmp_path / "whole", "", *keys)
-    split = [f"ici_{axis}_parallelism={size}" for axis, size in (("expert", 1), ("context", 2), ("pipeline", 2))]
-    found = run(tmp_path / "split", "experts, tensor and fsdp", *keys, *split, "remat_policy=full")
-    assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
-    assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
+    keys = (*FORMS[form], "steps=2", UNSAVED)
+    expected = run(tmp_path / "whole", "", *keys, *IN_LOOP)
+    for layout, more in LAYOUTS_OF[form].items():
+        found = run(tmp_path / layout, layout, *keys, *more)
+        assert_same_run(found, expected, SAME, ("loss", "grad_norm", "load_balance_loss", "router_z_loss"))
+        assert found[0]["routing_fingerprint"] == expected[0]["routing_fingerprint"]
 
 
 def bias_of(run_dir: Path) -> np.ndarray:

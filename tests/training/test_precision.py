@@ -25,7 +25,7 @@ HELD_BY = {
                "training/test_precision.py::test_in_bfloat16_layouts_have_the_same_data_and_losses_to_its_rounding"),
     "experts": (
         "training/test_experts.py::test_all_layouts_route_and_balance_alike_in_the_form_of_a_cpu_or_of_accelerators",
-        "training/test_experts.py::test_deepseek_routes_and_balances_alike_on_all_layouts"),
+        "training/test_experts.py::test_layers_of_other_forms_route_and_balance_alike_on_all_layouts"),
     "responses of `rl` for equal": (
         "rl/test_run.py::test_float32_samples_the_same_responses_on_any_devices_where_training_rounds_to_bfloat16",
         "rl/test_hosts.py::test_float32_samples_the_same_responses_on_several_hosts_where_training_rounds_to_bfloat16"),
