@@ -79,7 +79,7 @@ FORMS = {
     # Two cycles of a local and a global layer, whose heads have other sizes.
     "gemma4": (
         "decoder_block=gemma4", "base_num_decoder_layers=4", "attention_type=local_sliding,global",
-        "sliding_window_size=7", "global_num_kv_heads=1", 
+        "sliding_window_size=7", "global_num_kv_heads=1",
         "use_qk_norm=true", "query_pre_attn_scalar=1", "mlp_activations=gelu,linear",
     ),
     # Layers with a gated delta rule alternate with layers with attention.
