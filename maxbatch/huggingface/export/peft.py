@@ -22,7 +22,7 @@ from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
-from maxbatch.system.errors import writing
+from maxbatch.system.errors import ConfigError, writing
 from maxbatch.training.update.adapters import Adapters, Target
 from maxbatch.training.weights.parameters import load_adapters
 
@@ -69,10 +69,14 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
       averaged: whether to write the average of the adapters that the run keeps.
 
     Raises:
-      ConfigError: there is no such run, it has no adapters, or the output is not empty.
+      ConfigError: there is no such run, it has no adapters, PEFT does not apply them as trained, or the output is not
+        empty.
     """
     target = new_folder(output)
     config, base, adapters, params = load_adapters(run, averaged)
+    if FAMILIES[config.decoder_block].has_delta_rule:
+        raise ConfigError(f"{run}: PEFT applies adapters of decoder_block={config.decoder_block} unlike training; "
+                          "works: an export without --adapter, the merged model")  # fmt: skip
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     modules = _modules(adapters, base, parameter_places(config.model, base))
     stored_as = DTYPE_NAMES[dtype or "float32"]
