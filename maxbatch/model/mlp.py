@@ -50,9 +50,9 @@ class MLP(nnx.Module):
                 x_MxLxD, self.gate[...], self.up[...], self.constrain.platform, self.quantization
             )
             gate_MxLxF, up_MxLxF = self._biased(gate_MxLxF, "gate"), self._biased(up_MxLxF, "up")
-            gate_MxLxF, up_MxLxF = gradients_together(
-                _kept(gate_MxLxF, "gate"), _kept(up_MxLxF, "up"), self.constrain.platform
-            )
+            gate_MxLxF, up_MxLxF = _kept(gate_MxLxF, "gate"), _kept(up_MxLxF, "up")
+            if not self.quantization:
+                gate_MxLxF, up_MxLxF = gradients_together(gate_MxLxF, up_MxLxF, self.constrain.platform)
             inner_MxLxF = self.activation(gate_MxLxF) * up_MxLxF
         else:
             inner_MxLxF = self._biased(product(x_MxLxD, self.up[...], "mld,df->mlf", self.quantization), "up")

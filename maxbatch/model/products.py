@@ -17,7 +17,7 @@ import numpy as np
 from jax.experimental.layout import Layout, with_layout_constraint
 
 from maxbatch.config.sections import Quantization
-from maxbatch.model.eight_bits import CodedMatrices, axes_of, eight_bit_einsum, eight_bit_groups
+from maxbatch.model.eight_bits import CodedMatrices, axes_of, eight_bit_einsum, eight_bit_groups, eight_bit_pair
 from maxbatch.model.experts.grouped import Groups, grouped_product
 from maxbatch.parallel.sharding import OVER_ROWS, Constrain, num_shards
 
@@ -110,11 +110,18 @@ def two_products(
 
     On a CPU one product computes both, which saves a tenth of the layers' time. On a TPU there are two products: the
     compiler's model gives 18.9M cycles for one and 15.5M for two (4 rows of 4,096 tokens, D 4,096, F 11,008, v5p).
-    In 8 bits there are two, because the gradients of both have scales of their own.
+    In 8 bits there are two everywhere, because the gradients of both have scales of their own.
     """
-    if platform != "cpu" or quantization:
-        first, second = (product(x_MxLxD, w_DxF, "mld,df->mlf", quantization) for w_DxF in (first_DxF, second_DxF))
+    form = "mld,df->mlf"
+    if quantization:
+        first, second = (w.matrix if isinstance(w, Adapted) else w for w in (first_DxF, second_DxF))
+        assert isinstance(first, jax.Array) and isinstance(second, jax.Array), "codes are of groups' matrices"
+        pair = eight_bit_pair(x_MxLxD, first, second, form, quantization)
+        adapted = zip(pair, (first_DxF, second_DxF), strict=True)
+        first, second = (y + _low_rank(x_MxLxD, w, form) if isinstance(w, Adapted) else y for y, w in adapted)
         return first, second
+    if platform != "cpu":
+        return product(x_MxLxD, first_DxF, form), product(x_MxLxD, second_DxF, form)
     assert isinstance(first_DxF, jax.Array) and isinstance(second_DxF, jax.Array), "adapted for 8 bits alone"
     weights = first_DxF.astype(x_MxLxD.dtype), second_DxF.astype(x_MxLxD.dtype)
     # Stacked, not joined, so that a mesh can split F, and taken apart by a split, whose gradient is one concatenation.
@@ -124,7 +131,7 @@ def two_products(
 
 
 def gradients_together(first: jax.Array, second: jax.Array, platform: str) -> tuple[jax.Array, jax.Array]:
-    """Returns both unchanged; on a TPU their gradients are computed once, in one fusion.
+    """Returns both unchanged; on a TPU their gradients are computed once, in one fusion (in 8 bits: `eight_bit_pair`).
 
     The TPU compiler otherwise stores the common source of both gradients and one gradient, and recomputes the other in
     every product that reads it. Computed together, both are fused into the product that makes their source: 5.85M

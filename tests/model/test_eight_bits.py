@@ -17,7 +17,14 @@ from jax.extend.core import Jaxpr, subjaxprs
 from maxbatch.config.sections import Quantization
 from maxbatch.model import eight_bits
 from maxbatch.model.decoder import Decoder
-from maxbatch.model.eight_bits import CodedMatrices, MatrixCodes, eight_bit_einsum, quantised, without_values
+from maxbatch.model.eight_bits import (
+    CodedMatrices,
+    MatrixCodes,
+    eight_bit_einsum,
+    eight_bit_pair,
+    quantised,
+    without_values,
+)  # fmt: skip
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.products import Adapted, product
 from tests.helpers.tiny import tiny_config
@@ -153,6 +160,21 @@ def first_token_changes(quantization: Quantization) -> bool:
     run = jax.jit(lambda x, grad: outputs(x, grad, w, quantization))  # traced in each call, with the scales of then
     alone, among_larger = run(x, grad), run(x * larger, grad * larger)
     return any(bool((a[0, 0] != b[0, 0]).any()) for a, b in zip(alone, among_larger, strict=True))
+
+
+@pytest.mark.parametrize("quantization", TYPES)
+def test_a_pair_of_products_and_its_gradients_are_those_of_each_alone(quantization: Quantization) -> None:
+    form = "mld,df->mlf"
+    x, first, second, *grads = (
+        jax.random.normal(jax.random.key(n), shape)
+        for n, shape in enumerate([(2, 5, 16), (16, 24), (16, 24), (2, 5, 24), (2, 5, 24)])
+    )
+    pair, back = jax.vjp(lambda *args: eight_bit_pair(*args, form, quantization), x, first, second)
+    one, back_one = jax.vjp(lambda x, w: eight_bit_einsum(x, w, form, quantization), x, first)
+    two, back_two = jax.vjp(lambda x, w: eight_bit_einsum(x, w, form, quantization), x, second)
+    (by_x, *by_weights), (x_1, w_1), (x_2, w_2) = back(tuple(grads)), back_one(grads[0]), back_two(grads[1])
+    for ours, alone in zip((*pair, by_x, *by_weights), (one, two, x_1 + x_2, w_1, w_2), strict=True):
+        np.testing.assert_array_equal(ours, alone)
 
 
 @pytest.mark.parametrize("quantization", TYPES)
