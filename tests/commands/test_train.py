@@ -16,12 +16,13 @@ from maxbatch.cli import main
 from maxbatch.training.pretraining import train
 from tests.helpers.command import Hold, environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import MEASURED, SAME, TINY_RUN, assert_same_run, read_metrics, tiny_config
+from tests.helpers.tiny import MEASURED, ONE_LAYER, SAME, TINY_RUN, assert_same_run, read_metrics, tiny_config
 
 pytestmark = pytest.mark.processes
 
 RAMP = (
     *TINY_RUN,
+    ONE_LAYER,
     MEASURED,
     "enable_rampup_batch_size=true",
     "per_device_batch_size_start=2",

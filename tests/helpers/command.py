@@ -42,12 +42,13 @@ def _parent(read_at_import: frozenset[tuple[str, str]]) -> Forks:
     return Forks(environment())
 
 
-def start(*arguments: str | Path, **variables: str) -> subprocess.Popen[str]:
-    """Starts a command as a user does."""
+def start(*arguments: str | Path, own_group: bool = False, **variables: str) -> subprocess.Popen[str]:
+    """Starts a command as a user does; in a process group of its own where a test kills it with its children."""
     return subprocess.Popen(
         [sys.executable, "-m", "maxbatch", *map(str, arguments)],
         env=environment() | variables,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL,
+        start_new_session=own_group,
     )  # fmt: skip
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import textwrap
 import time
 from pathlib import Path
@@ -26,20 +25,17 @@ from maxbatch.parallel import hosts
 from maxbatch.testing import run
 from maxbatch.training import pretraining
 from maxbatch.training.compile.cache import use_persistent_cache
-from tests.helpers.command import Hold, environment, maxbatch, recorded
+from tests.helpers.command import Hold, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
-from tests.helpers.tiny import SAME, TINY_RUN, UNSAVED, assert_same_run, read_metrics, tiny_config
+from tests.helpers.tiny import ONE_LAYER, SAME, TINY_RUN, UNSAVED, assert_same_run, one_layer_config, read_metrics
 
+KEYS = (*TINY_RUN, ONE_LAYER)
 RAMP = ("batch_size_schedule=0:8 32:16 96:24", "eval_fraction=0.1", "eval_interval=6", "steps=12")
 
 
 def train(run_dir: Path, *arguments: str, **more: str) -> subprocess.Popen[str]:
     """Starts the command in a process group of its own."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "maxbatch", "train", *TINY_RUN, f"run_dir={run_dir}", *arguments],
-        env=environment() | more, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        stdin=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    return start("train", *KEYS, f"run_dir={run_dir}", *arguments, own_group=True, **more)
 
 
 def finish(process: subprocess.Popen[str], timeout: float = 600) -> tuple[int, str]:
@@ -56,11 +52,11 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(tmp_path: Path) 
     )
     folders = [tmp_path / str(number) for number in range(len(layouts))]
     configs = [
-        tiny_config(*RAMP, UNSAVED, "per_device_batch_size=1", *more, f"run_dir={folder}")
+        one_layer_config(*RAMP, UNSAVED, "per_device_batch_size=1", *more, f"run_dir={folder}")
         for folder, more in zip(folders, layouts, strict=True)
     ]
     run(lambda _: [pretraining.train(config) for config in configs], devices=4, hosts=2, timeout=600)
-    one = tiny_config(*RAMP, UNSAVED, "per_device_batch_size=2", f"run_dir={tmp_path / 'one'}")
+    one = one_layer_config(*RAMP, UNSAVED, "per_device_batch_size=2", f"run_dir={tmp_path / 'one'}")
     pretraining.train(one, jax.devices()[:1])
     for folder in folders:
         assert_same_run(read_metrics(folder), read_metrics(tmp_path / "one"), (*SAME, "learning_rate"))
@@ -90,8 +86,9 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     """Two hosts, one process, two hosts of which one loads, and one process."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
     ramp = ("batch_size_schedule=0:8 50:16 200:24", "steps=22", "checkpoint_period=4")
-    code, output = finish(train(reference, *ramp, "per_device_batch_size=4"))
-    assert code == 0, output
+    whole = (*KEYS, *ramp, "per_device_batch_size=4")  # on one device
+    done = maxbatch("train", *whole, f"run_dir={reference}")
+    assert done.returncode == 0, done.stderr
 
     def resume(*arguments: str, until: int) -> tuple[subprocess.Popen[str], Hold]:
         hold = Hold(until, tmp_path)
@@ -116,8 +113,8 @@ def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_te
     code, output = finish(stopped)
     assert code == 75 and "saved" in output and recorded(run_dir) < 22, output
 
-    code, output = finish(train(run_dir, *ramp, "per_device_batch_size=4"))
-    assert code == 0, output
+    done = maxbatch("train", *whole, f"run_dir={run_dir}")
+    assert done.returncode == 0, done.stderr
     assert_same_run(read_metrics(run_dir), read_metrics(reference), (*SAME, "learning_rate"))
 
 

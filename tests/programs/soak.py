@@ -33,7 +33,7 @@ from maxbatch.system.leases import LEASE_FILE
 from maxbatch.system.storage import AnyPath, as_path, copy_tree, is_remote
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
-from tests.helpers.tiny import TINY_MODEL
+from tests.helpers.tiny import ONE_LAYER, TINY_MODEL
 from tests.programs import losses as losing
 from tests.programs.losses import LossError, Losses
 from tests.programs.suspensions import SuspensionError, Suspensions
@@ -45,7 +45,7 @@ STEPS = 20
 EXACT = ("step", "samples_seen", "global_batch_size", "stage", "data_fingerprint")
 LOSS_TOLERANCE = 2e-4
 _TRAINING = (
-    *TINY_MODEL, "dataset_type=tokens", "learning_rate=1e-2", "generate_prompt=", "eval_interval=-1",
+    *TINY_MODEL, ONE_LAYER, "dataset_type=tokens", "learning_rate=1e-2", "generate_prompt=", "eval_interval=-1",
     "batch_size_schedule=0:4 40:8", "per_device_batch_size=4", f"steps={STEPS}", "checkpoint_period=5",
 )  # fmt: skip
 _UNHARMED = "unharmed"  # folder of the run that nobody harms

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch.training.weights.local_files import run_name
-from tests.helpers.command import environment, recorded
+from tests.helpers.command import maxbatch, recorded, start
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import ONE_LAYER, SAME, TINY_RUN, assert_same_run, read_metrics
 
@@ -35,11 +34,7 @@ SITECUSTOMIZE = """
 
 
 def train(run_dir: Path, *arguments: str, **variables: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-m", "maxbatch", "train", *KEYS, f"run_dir={run_dir}", *arguments],
-        env=environment() | variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        stdin=subprocess.DEVNULL, start_new_session=True,
-    )  # fmt: skip
+    return start("train", *KEYS, f"run_dir={run_dir}", *arguments, own_group=True, **variables)
 
 
 def hosts(number: int) -> tuple[str, ...]:
@@ -70,7 +65,8 @@ def resumed_at(output: str) -> int:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The run that nothing disturbs, on one device."""
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    finish(train(run_dir, "local_checkpoint_period=0"))
+    done = maxbatch("train", *KEYS, f"run_dir={run_dir}", "local_checkpoint_period=0")
+    assert done.returncode == 0, done.stderr
     return run_dir
 
 

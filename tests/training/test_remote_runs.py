@@ -127,14 +127,10 @@ def test_a_run_killed_on_two_hosts_goes_on_on_one_from_another_folder(
         return folder
 
     hold = Hold(7, go_elsewhere("two hosts"))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "maxbatch", *command, "--simulate-hosts", "2"],
-        env=environment() | hold.variables, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    process = start(*command, "--simulate-hosts", "2", own_group=True, **hold.variables)
     wait_for(lambda: bool(committed_steps(run_dir)), process)
     os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.communicate()
     assert committed_steps(run_dir)[0] < 12
     go_elsewhere("one host")
     assert maxbatch(*command).returncode == 0

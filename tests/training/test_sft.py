@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.runs.position import committed_steps
 from maxbatch.training.pretraining import train
 from tests.helpers.chats import chat_config, chat_overrides, some_talks
-from tests.helpers.command import Hold, environment
+from tests.helpers.command import Hold, start
 from tests.helpers.processes import wait_for
 from tests.helpers.tiny import TINY_MODEL, UNSAVED, read_metrics
 
@@ -88,12 +86,11 @@ def test_the_update_does_not_depend_on_the_cut_of_its_rows(
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(folder: Path, whole: dict[str, list[dict[str, Any]]]) -> None:
     packing, run_dir = "packing=true", folder / "killed"
     stated = (*chat_overrides(folder), *RUN, packing, "steps=24", "per_device_batch_size=4", "checkpoint_period=2")
-    command = [sys.executable, "-m", "maxbatch", "train", *stated, f"run_dir={run_dir}"]
-    variables = environment() | Hold(12, Path.cwd()).variables
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start("train", *stated, f"run_dir={run_dir}", **Hold(12, Path.cwd()).variables)
     wait_for(lambda: process.poll() is not None or len(committed_steps(run_dir)) > 1, seconds=300)
     process.kill()
-    assert process.wait() == -signal.SIGKILL and committed_steps(run_dir)[0] < 24
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL and committed_steps(run_dir)[0] < 24
     resumed = run(folder, run_dir.name, 2, packing, "steps=24", "per_device_batch_size=1", "checkpoint_period=8")
     same(resumed, whole[packing])
 
