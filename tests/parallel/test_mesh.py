@@ -80,7 +80,9 @@ def test_golden_placement_of_activations() -> None:
     heads = ("batch", "length", "heads", "head_dim")
     assert spec((4, 8, 4, 16), heads) == P(("fsdp",), "context", "tensor", None)
     assert spec((4, 8, 1, 16), ("batch", "length", "kv_heads", "head_dim")) == P(("fsdp",), "context", None, None)
-    assert {axis for axis in ACTIVATION_RULES.values() if axis} == {"pipeline", "context", "tensor", "expert"}
+    rules = {name: axis for name, axis in ACTIVATION_RULES.items() if axis}
+    assert rules.pop("layer_input") == "fsdp"  # of rows that every device has whole
+    assert set(rules.values()) == {"pipeline", "context", "tensor", "expert"}
 
 
 def test_nothing_is_held_twice_where_no_axis_replicates() -> None:
