@@ -52,10 +52,11 @@ def quantised(x: jax.Array, contraction: Sequence[int], to: EightBits, over: str
     Within `shard_map` a device may have a part of the contraction: `over` is the mesh axis that splits it. A value that
     is not finite makes the scale of its row so, and with it every product of that row.
     """
-    return _scaled(x, _largest(x, contraction, over), to)
+    return _scaled(x, largest_magnitude(x, contraction, over), to)
 
 
-def _largest(x: jax.Array, contraction: Sequence[int], over: str | None = None) -> jax.Array:
+def largest_magnitude(x: jax.Array, contraction: Sequence[int], over: str | None = None) -> jax.Array:
+    """Returns what scales x along the axes of a contraction, float32, with size 1 there; `over` as of `quantised`."""
     largest = jnp.maximum(jnp.max(jnp.abs(x.astype(jnp.float32)), axis=contraction, keepdims=True), _TINY)
     return largest if over is None else jax.lax.pmax(largest, over)
 
@@ -96,7 +97,7 @@ def _backward(
     form: str, quantization: Quantization, kept: tuple[jax.Array, jax.Array], grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
     x, w = kept
-    return _gradients(x, w, grad, _largest(grad, _summed(_by_x(form))[0]), form, quantization)
+    return _gradients(x, w, grad, largest_magnitude(grad, _summed(_by_x(form))[0]), form, quantization)
 
 
 eight_bit_einsum.defvjp(_forward, _backward)
@@ -127,7 +128,7 @@ def _pair_forward(
 def _pair_backward(form: str, quantization: Quantization, kept: _Arrays, grads: tuple[jax.Array, jax.Array]) -> _Arrays:
     x, *weights = kept
     contraction, _ = _summed(_by_x(form))
-    scaled = jax.lax.optimization_barrier([(grad, _largest(grad, contraction)) for grad in grads])
+    scaled = jax.lax.optimization_barrier([(grad, largest_magnitude(grad, contraction)) for grad in grads])
     (x_1, first), (x_2, second) = (
         _gradients(x, w, grad, largest, form, quantization) for w, (grad, largest) in zip(weights, scaled, strict=True)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import jax
@@ -22,9 +22,9 @@ from maxbatch.model.eight_bits import (
     MatrixCodes,
     eight_bit_einsum,
     eight_bit_pair,
-    quantised,
+    largest_magnitude,
     without_values,
-)  # fmt: skip
+)
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.products import Adapted, product
 from tests.helpers.tiny import tiny_config
@@ -181,11 +181,11 @@ def test_a_pair_of_products_and_its_gradients_are_those_of_each_alone(quantizati
 def test_a_token_depends_on_no_other_bit_for_bit(quantization: Quantization, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not first_token_changes(quantization)
 
-    def over_the_pass(x: jax.Array, contraction: object, to: eight_bits.EightBits) -> eight_bits.Codes:
-        codes = quantised(x, range(x.ndim), to)
-        return codes._replace(scales=jnp.broadcast_to(codes.scales, (*x.shape[:-1], 1)))
+    def over_the_pass(x: jax.Array, contraction: Sequence[int], over: None = None) -> jax.Array:
+        shape = [1 if axis in contraction else size for axis, size in enumerate(x.shape)]
+        return jnp.broadcast_to(largest_magnitude(x, range(x.ndim)), shape)
 
-    monkeypatch.setattr(eight_bits, "quantised", over_the_pass)
+    monkeypatch.setattr(eight_bits, "largest_magnitude", over_the_pass)
     assert first_token_changes(quantization), "this test would see a scale over the pass"
 
 
