@@ -26,3 +26,9 @@ def error_of(path: Path | None = None, overrides: tuple[str, ...] = ()) -> str:
     message = str(caught.value)
     assert "\n" not in message and len(message) < 500
     return message
+
+
+def works_of(message: str, name: str) -> list[str]:
+    """Returns the overrides that the refusal of a key says work."""
+    words = message.rpartition("works: ")[2].split()
+    return [word if "=" in word else f"{name}={word}" for word in words]

@@ -12,6 +12,7 @@ from maxbatch.huggingface.folder.config_export import config_json
 from maxbatch.huggingface.folder.config_json import model_keys
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.model.rope import RopeKeys, Ropes, apply_rope
+from tests.helpers.configs import works_of
 from tests.helpers.tiny import tiny_config
 
 LENGTH = 32
@@ -79,11 +80,6 @@ def test_keys_that_do_not_suit_it_are_refused(keys: tuple[str, ...], message: st
     with pytest.raises(ConfigError, match=message) as caught:
         tiny_config(*FORM, *keys)
     tiny_config(*FORM, *keys, *works_of(str(caught.value), keys[0].partition("=")[0]))
-
-
-def works_of(message: str, name: str) -> list[str]:
-    words = message.rpartition("works: ")[2].split()
-    return [word if "=" in word else f"{name}={word}" for word in words]
 
 
 @pytest.mark.parametrize(

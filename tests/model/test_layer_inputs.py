@@ -11,6 +11,7 @@ from maxbatch.huggingface.folder.config_export import config_json
 from maxbatch.huggingface.folder.config_json import model_keys
 from maxbatch.model.flops import model_flops_per_token
 from maxbatch.plan.mesh_shape import MeshShape, check_model_fits
+from tests.helpers.configs import works_of
 from tests.helpers.tiny import LENGTH, tiny_config
 
 WIDTH = 256  # of an input
@@ -83,8 +84,9 @@ def test_a_layer_takes_the_keys_of_the_last_layer_that_sees_as_much() -> None:
     ],
 )
 def test_keys_that_do_not_suit_it_are_refused(keys: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ConfigError, match=message) as caught:
         tiny_config(*FORM, *keys)
+    tiny_config(*FORM, *keys, *works_of(str(caught.value), keys[0].partition("=")[0]))
 
 
 def test_a_pipeline_is_refused() -> None:
