@@ -187,7 +187,7 @@ class LoadedModel:
             if not is_within:
                 raise ValueError(f"{name}={value}: must be {rule}")
         text_config = self.config.text
-        if self._is_imported:
+        if self._is_imported and not self._bos_by_key:
             text_config = text_config.replaced({"add_bos": self.tokenizer.begins_with_bos()})
         rules = SamplingRules(temperature, top_k, top_p, seed, max_new_tokens, self.end_ids)
         return generate_text(self.params, self.tokenizer, prompt, text_config, rules, self.mesh)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from maxbatch import ConfigError, load_config
+from maxbatch import ConfigError, load_config, load_model
 from maxbatch.cli import main
 from maxbatch.commands.generate import add_arguments, run
 from maxbatch.config.config import Config
@@ -138,6 +138,14 @@ def test_a_prompt_of_an_imported_model_begins_as_its_tokenizer_has_it(
     monkeypatch.setattr("maxbatch.sampling.text.generate_text", lambda *arguments: str(arguments[3].add_bos))
     assert main(["generate", str(folder), "--prompt", "a"]) == 0
     assert capsys.readouterr().out == "False\n"  # bytes have no rules of their own
+
+
+def test_a_stated_add_bos_holds_for_an_imported_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_folder(tmp_path / "model")
+    monkeypatch.setattr("maxbatch.loaded_model.generate_text", lambda *arguments: str(arguments[3].add_bos))
+    monkeypatch.setattr("maxbatch.loaded_model.check_vocabulary", lambda *_: None)
+    assert load_model(folder).generate("a") == "False"
+    assert load_model(folder, add_bos=True).generate("a") == "True"
 
 
 def test_a_text_ends_where_the_imported_model_states_it(
