@@ -13,6 +13,7 @@ Micikevicius et al. 2022 (https://arxiv.org/abs/2209.05433).
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
@@ -22,9 +23,14 @@ import jax.numpy as jnp
 
 from maxbatch.config.sections import Quantization
 from maxbatch.model.experts.grouped import Groups, grouped_sums, outer_products
+from maxbatch.system.errors import ConfigError
 
 # The least magnitude that scales a row; smaller values give zeros, and a row of zeros divides by no zero.
 _TINY = 2.0**-100
+
+# Products of int8 that XLA gives to Triton have wrong sums. On one H200 (jaxlib 0.11.2) the gradient of a model of two
+# layers had twice its norm, with other tiles the loss was wrong too; cuBLAS's products are right.
+_NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
 
 
 class EightBits(NamedTuple):
@@ -44,6 +50,15 @@ class Codes(NamedTuple):
 _INT8, _E4M3, _E5M2 = EightBits(jnp.int8, 127), EightBits(jnp.float8_e4m3fn, 448), EightBits(jnp.float8_e5m2, 57344)
 _FORWARD: dict[Quantization, EightBits] = {"int8": _INT8, "fp8": _E4M3}
 _GRADIENT: dict[Quantization, EightBits] = {"int8": _INT8, "fp8": _E5M2}  # of a product's output
+
+
+def check_platform(quantization: Quantization, platform: str) -> None:
+    """Raises ConfigError if a platform ("cpu", "gpu" or "tpu") computes such products wrongly."""
+    if quantization == "int8" and platform == "gpu" and _NO_TRITON not in os.environ.get("XLA_FLAGS", "").split():
+        raise ConfigError(
+            "quantization=int8: must be fp8 on GPUs, where XLA's Triton products of int8 give wrong sums; works: "
+            f"quantization=fp8, or XLA_FLAGS={_NO_TRITON}, which leaves products to cuBLAS"
+        )
 
 
 def quantised(x: jax.Array, contraction: Sequence[int], to: EightBits, over: str | None = None) -> Codes:

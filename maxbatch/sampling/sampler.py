@@ -27,6 +27,7 @@ from maxbatch.config.matrices import NORMS, STACKS
 from maxbatch.data.store.tokenizers import Tokenizer
 from maxbatch.model.cache import Cache, Caches, StateCache
 from maxbatch.model.decoder import Decoder
+from maxbatch.model.eight_bits import check_platform
 from maxbatch.model.loss import token_logprobs
 from maxbatch.model.products import Adapted, product
 from maxbatch.parallel.hosts import warn
@@ -127,6 +128,7 @@ class Sampler:
         if not 1 <= prompt_length <= length:
             raise ValueError(f"prompt_length={prompt_length} must be in [1, max_target_length={length}]")
         constrain = activation_constraint(mesh, BATCH_AXES) if mesh else unconstrained
+        check_platform(config.quantization, constrain.platform)
         model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), constrain=constrain))
         if config.num_experts > 1 and config.capacity_factor > 0:
             warn(f"capacity_factor={config.capacity_factor:g} holds in training and not in sampling, which does not "

@@ -17,6 +17,7 @@ from maxbatch.config.combined import DecoderConfig, PlanConfig, ProgramsConfig
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.feed.placement import BATCH_DTYPES, REFERENCE_DTYPES, BatchShape, Placement
 from maxbatch.model.attention import choose_implementation
+from maxbatch.model.eight_bits import check_platform
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
@@ -39,9 +40,11 @@ def checked_mesh_shape(config: PlanConfig, model: DecoderConfig, devices: Sequen
     """Returns the mesh shape of a run; call it before data are opened or programs compiled.
 
     Raises:
-      ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention`.
+      ConfigError: the axes do not fit the devices or the model, or the devices cannot compute the stated `attention` or
+        `quantization`.
     """
     shape = mesh_shape(config, devices)
+    check_platform(model.quantization, devices[0].platform)
     choose_implementation(model, devices[0].platform, shape.sizes["context"])
     return shape
 

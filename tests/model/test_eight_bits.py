@@ -20,6 +20,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.eight_bits import (
     CodedMatrices,
     MatrixCodes,
+    check_platform,
     eight_bit_einsum,
     eight_bit_pair,
     largest_magnitude,
@@ -27,6 +28,7 @@ from maxbatch.model.eight_bits import (
 )
 from maxbatch.model.experts.grouped import Groups
 from maxbatch.model.products import Adapted, product
+from maxbatch.system.errors import ConfigError
 from tests.helpers.tiny import tiny_config
 
 TYPES: tuple[Quantization, ...] = ("int8", "fp8")
@@ -242,3 +244,12 @@ def types_of_products(jaxpr: Jaxpr) -> Iterator[tuple[str, str]]:
             yield str(eqn.invars[0].aval.dtype), str(eqn.invars[1].aval.dtype)
     for inner in subjaxprs(jaxpr):
         yield from types_of_products(inner)
+
+
+def test_int8_on_gpus_is_refused_unless_xla_leaves_products_to_cublas(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="works: quantization=fp8, or XLA_FLAGS=--xla_gpu_enable_triton_gemm=false"):
+        check_platform("int8", "gpu")
+    for quantization, platform in (("fp8", "gpu"), ("", "gpu"), ("int8", "tpu"), ("int8", "cpu")):
+        check_platform(quantization, platform)  # type: ignore[arg-type]
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_autotune_level=2 --xla_gpu_enable_triton_gemm=false")
+    check_platform("int8", "gpu")

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.sections import MeshConfig
 from maxbatch.model.decoder import LayerRunner
+from maxbatch.model.eight_bits import check_platform
 from maxbatch.parallel.pipeline import make_pipeline
 from maxbatch.parallel.sharding import activation_constraint
 from maxbatch.parallel.trees import State
@@ -31,7 +32,8 @@ class ModelOnMesh:
       has_pipeline: whether the layers run in stages.
 
     Raises:
-      ConfigError: the devices cannot compute the stated `attention`, or a user's model cannot be trained.
+      ConfigError: the devices cannot compute the stated `attention` or `quantization`, or a user's model cannot be
+        trained.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class ModelOnMesh:
         row_axes = (*batch_axes, "pipeline")
         self.row_shards = math.prod(mesh.shape[axis] for axis in row_axes)
         self.constrain = activation_constraint(mesh, row_axes)
+        check_platform(config.quantization, self.constrain.platform)
         self._config, self._make_model = config, make_model
         self._pipeline = make_pipeline(axes, config.remat, mesh, batch_axes)
         self.has_pipeline = self._pipeline is not None
