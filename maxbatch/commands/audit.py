@@ -110,8 +110,9 @@ def _lines(found: Audit) -> Iterator[str]:
             promises.setdefault(_reason(verdict), []).append(verdict.promise)
     yield from (f"{', '.join(names)}: {reason}" for reason, names in promises.items())
     spread = f"parameters may differ by {found.tolerance:.1e} (by {found.spread:.1e} over permutations of the rows)"
-    of_loss = f", losses by {found.loss_tolerance:.1e} ({found.loss_spread:.1e})"
-    yield f"tolerance: {spread}{'' if found.loss_spread is None else of_loss}"
+    has_loss = found.loss_tolerance is not None
+    of_loss = f", losses by {found.loss_tolerance:.1e} ({found.loss_spread:.1e})" if has_loss else ""
+    yield f"tolerance: {spread}{of_loss}"
     yield f"a NaN among the weights of a batch: {found.nan} (no promise is about this)"
     names = ", ".join(verdict.promise for verdict in found.broken)
     yield f"broken: {names}" if names else "no promise is broken"

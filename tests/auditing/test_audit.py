@@ -218,13 +218,14 @@ def test_a_make_that_cannot_be_used_is_one_line_and_exit_code_2(
 def test_the_command_prints_a_table_and_its_exit_code_is_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
     Path("trainer.py").write_text(
         "from tests.auditing.numpy_trainer import maker\n"
-        "sound, wrong = maker(), maker(fault='mean of means')\n"
+        "sound, wrong = maker(reports_loss=False), maker(fault='mean of means')\n"
         "print('a line of the trainer')\n"
     )
     assert main(["audit", "trainer.py:sound"]) == 0
     out = capsys.readouterr().out
     assert [line.split()[:2] for line in out.splitlines()[1:11]] == [[name, "holds"] for name in NAMES]
     assert out.endswith("no promise is broken\n") and "a line of the trainer" not in out
+    assert re.search(r"^tolerance: parameters .* of the rows\)$", out, re.M)  # no tolerance of a loss
     assert main(["audit", "trainer.py:wrong"]) == 1
     out = capsys.readouterr().out
     assert "2 rows, 2 passes of 1 on 1 device, 1 update; tokens 7 + 1" in out
