@@ -6,13 +6,18 @@ import os
 import signal
 import sys
 
+from maxbatch.system.errors import report
+
 
 def main() -> int:
-    """Runs the command line and returns the exit code; SIGTERM ends it with one also while modules load."""
+    """Runs the command line and returns the exit code; SIGTERM and Ctrl-C end it with one also while modules load."""
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
-    from maxbatch.cli import main as run
+    try:
+        from maxbatch.cli import main as run
 
-    code = run()
+        code = run()
+    except KeyboardInterrupt as error:
+        code = report(error)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a finished command keeps its exit code while Python ends
     return code
 

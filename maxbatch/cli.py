@@ -144,13 +144,22 @@ class _Parser(argparse.ArgumentParser):
         texts = {word.partition("=")[0]: self._text_after(word) for word in unknown if word.startswith("-")}
         foreign, said = dict[str, str](), list[str]()
         for flag in texts or [unknown[0]]:
-            nearest = nearest_name(flag, self._option_string_actions, least_like=0.9)
+            nearest = self._nearest(flag, least_like=0.9)
             if not nearest and flag in texts and hint(flag, keys()):
                 foreign[flag] = texts[flag]
                 continue
-            nearest = nearest or nearest_name(flag, self._option_string_actions)
+            nearest = nearest or self._nearest(flag)
             said.append(f"{shown(flag)}: unknown flag" + (f"; nearest: {nearest}" if nearest else ""))
         raise ConfigError("; ".join([*said, *([self._foreign(foreign)] if foreign else [])]))
+
+    def _nearest(self, flag: str, least_like: float = 0.7) -> str | None:
+        """Returns the known flag most like `flag`, or the only one that begins with it or has all of its words."""
+        known = {option.lstrip("-"): option for option in self._option_string_actions}
+        name = flag.lstrip("-").replace("_", "-").lower()
+        words = set(name.split("-"))
+        longer = [each for each in known if each.startswith(name) or (len(words) > 1 and words <= {*each.split("-")})]
+        near = nearest_name(name, known, least_like) or (longer[0] if len(longer) == 1 else "")
+        return known.get(near)
 
     def _plain(self, message: str) -> str:
         """Returns argparse's message in the words of our own."""
@@ -167,6 +176,8 @@ class _Parser(argparse.ArgumentParser):
             return f"{head} {typed}: must be one of {', '.join(choices)}; works: {head} {works}"
         if said.startswith("expected "):
             return f"{head}: must be given a value"
+        if said.startswith("ignored explicit argument "):
+            return f"{head}: takes no value"
         works = f"; works: {head} " if head.startswith("-") else "; works: "
         return f"{head} {said}".rstrip().replace("; works: ", works)
 

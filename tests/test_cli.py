@@ -17,6 +17,7 @@ import pytest
 
 import maxbatch
 from maxbatch import ConfigError
+from maxbatch.__main__ import main as command_main
 from maxbatch.cli import main
 from maxbatch.commands import COMMANDS
 from maxbatch.commands.arguments import simulate_devices
@@ -97,6 +98,10 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
             "--dtype bfloat: must be one of float32, bfloat16, float16; works: --dtype bfloat16",
         ),
         (["compile", "--hlo", "gs://bucket/x"], "--hlo gs://bucket/x: must be"),
+        (["plan", "--json=1"], "--json: takes no value"),
+        (["plan", "--lay"], "--lay: unknown flag; nearest: --layout"),
+        (["generate", "run", "--top_p=1"], "--top_p: unknown flag; nearest: --top-p"),
+        (["generate", "run", "--max-tokens", "3"], "--max-tokens: unknown flag; nearest: --max-new-tokens"),
         (["report"], "RUN: must be given; works: maxbatch report runs/default"),
         (
             ["prepare", "--output", "out", "--workers", "0"],
@@ -117,6 +122,12 @@ def test_bad_input_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith(f"maxbatch: error: {said}")
+
+
+@pytest.mark.parametrize("flag", ["--foo", "--quiet", "-v", "--output", "--s"])
+def test_no_flag_is_named_where_none_is_near(capsys: pytest.CaptureFixture[str], flag: str) -> None:
+    assert main(["plan", flag]) == 2
+    assert capsys.readouterr().err == f"maxbatch: error: {flag}: unknown flag\n"
 
 
 LONG = "x" * 5000
@@ -188,6 +199,18 @@ def test_exit_codes_say_how_training_ended(
     fake_train(monkeypatch, outcome)
     assert main(["train", *argv]) == code
     assert capsys.readouterr().err.count("\n") <= 1
+
+
+def test_ctrl_c_while_a_command_loads_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("maxbatch.cli.main", interrupted)
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    assert command_main() == 1
+    assert capsys.readouterr().err == "maxbatch: interrupted\n"
 
 
 def test_an_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -193,7 +193,7 @@ _Parsed = tuple[Number | None, Fraction | str | None]
 def _whole(text: str) -> _Parsed:
     number = _decimal(text)
     if number is None or number.denominator != 1 or "." in text:
-        return None, number
+        return None, amount(text) or _grouped(text)
     return int(number), None
 
 
@@ -203,10 +203,15 @@ def _quantity(text: str) -> _Parsed:
         return int(value), None
     trillions = _decimal(text[:-1].strip()) if text[-1:].upper() == "T" else None
     if trillions is None:
-        return None, value
+        return None, value or _grouped(text)
     value = trillions * 10**12
     is_allowed = value.denominator == 1 and abs(value) <= _LARGEST
     return None, f"{plain_number(trillions * 1000)}B" if is_allowed else value
+
+
+def _grouped(text: str) -> Fraction | None:
+    """Returns the number in `1,000,000`; None for other text."""
+    return _decimal(text.replace(",", "")) if re.fullmatch(r"\d{1,3}(,\d{3})+", text) else None
 
 
 def _batch(text: str) -> _Parsed:

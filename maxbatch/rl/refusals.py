@@ -40,8 +40,9 @@ def check_type(dataset_type: str) -> None:
     """Raises ConfigError for a dataset type whose records lack fields."""
     if dataset_type not in (*READY_TASKS, "jsonl", "parquet"):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
-        raise ConfigError(f"dataset_type={dataset_type}: prompts come from records with fields: one of "
-                          f"{', '.join(READY_TASKS)}, jsonl, parquet; works: dataset_type={nearest}")  # fmt: skip
+        raise ConfigError(f"dataset_type={dataset_type}: prompts, which batch_size counts, come from records with "
+                          f"fields: one of {', '.join(READY_TASKS)}, jsonl, parquet; works: dataset_type={nearest}, or "
+                          "batch_size=null and global_batch_size for documents")  # fmt: skip
 
 
 def _check_rewards(reward: str) -> None:

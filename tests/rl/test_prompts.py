@@ -232,8 +232,8 @@ def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["dataset_type=text"], "dataset_type=text: prompts come from .* works: dataset_type=jsonl"),
-        (["dataset_type=python_stdlib"], "works: dataset_type=arithmetic"),
+        (["dataset_type=text"], "dataset_type=text: prompts, which batch_size counts, .* works: dataset_type=jsonl"),
+        (["dataset_type=python_stdlib"], "works: dataset_type=arithmetic, or .* global_batch_size for documents"),
         (["dataset_type=arrayrecord"], "works: dataset_type=parquet"),
         (["dataset_type=arithmetic", "dataset_path=a.jsonl"], "dataset_type=arithmetic reads no path"),
         (["dataset_type=jsonl"], "dataset_path='': the dataset needs a file"),
