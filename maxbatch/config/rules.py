@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 from maxbatch.config.cycle import cycle_length
@@ -219,6 +220,7 @@ def check_rules(config: AllKeys, keys: Mapping[str, Key]) -> None:
         raise fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
     if config.head_dim % 2:
         raise fault("head_dim", "even, since rotary embeddings turn pairs", config.head_dim + 1)
+    _check_family(config, keys, fault)
     _check_layers(config, fault)
     _check_cycle(config, fault)
     _check_experts(config, keys, fault)
@@ -287,8 +289,15 @@ def _check_layers(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     pattern = [word.strip() for word in config.attention_type.split(",")]
     if not set(pattern) <= {GLOBAL, LOCAL}:
         raise fault("attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL)
-    if LOCAL in pattern and not config.sliding_window_size:
-        raise fault("sliding_window_size", f"at least 1 beside attention_type={config.attention_type}", 1024)
+    if FAMILIES[config.decoder_block].has_delta_rule and config.attention_type != GLOBAL:
+        rule = f"{GLOBAL} beside decoder_block={config.decoder_block}, whose attention has no windows"
+        raise fault("attention_type", rule, GLOBAL)
+    beside = f"beside attention_type={config.attention_type}"
+    works = {"sliding_window_size": 1024} if LOCAL in pattern and not config.sliding_window_size else {}
+    if config.chunk_attn_window_size and LOCAL in pattern:
+        raise _refusal(fault, "chunk_attn_window_size", f"0 {beside}", {"chunk_attn_window_size": 0} | works)
+    if works:
+        raise _refusal(fault, "sliding_window_size", f"at least 1 {beside}", works)
     positions, length = config.trainable_position_size, config.max_target_length
     if 0 < positions < length:
         raise fault("max_target_length", f"at most trainable_position_size={positions}", positions)
@@ -303,27 +312,36 @@ def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
     """Raises ConfigError for layers that are not whole cycles of the forms that they repeat."""
     if not FAMILIES[config.decoder_block].has_cycle:
         return
-    layers = config.base_num_decoder_layers
-    for name in ("interleave_moe_layer_step", "nope_layer_interval", "inhomogeneous_layer_cycle_interval"):
-        if config[name] > layers:
-            raise fault(name, f"at most base_num_decoder_layers={layers}", layers)
-    length = cycle_length(config)
+    layers, length = config.base_num_decoder_layers, cycle_length(config)
+    steps = ("interleave_moe_layer_step", "nope_layer_interval", "inhomogeneous_layer_cycle_interval")
+    if too_long := {name: layers for name in steps if config[name] > layers}:
+        raise _refusal(fault, next(iter(too_long)), f"at most base_num_decoder_layers={layers}", too_long)
+    works: dict[str, object] = {}
+    rule, last = f"a multiple of {length}, the layers of a cycle of forms", config.num_kv_shared_layers
     if layers % length:
-        rule = f"a multiple of {length}, the layers of a cycle of forms"
-        raise fault("base_num_decoder_layers", rule, max(1, round(layers / length)) * length)
-    last = config.num_kv_shared_layers
+        works["base_num_decoder_layers"] = layers = max(1, round(layers / length)) * length
     if last % length or last >= layers:
-        rule = f"a multiple of {length}, the layers of a cycle of forms, below base_num_decoder_layers={layers}"
-        raise fault("num_kv_shared_layers", rule, min(round(last / length), layers // length - 1) * length)
+        rule += "" if works else f", below base_num_decoder_layers={layers}"
+        works["num_kv_shared_layers"] = last = min(round(last / length), layers // length - 1) * length
     if config.use_double_wide_mlp and not last:
-        raise fault("use_double_wide_mlp", "false beside num_kv_shared_layers=0: no layer would have it", "false")
-    if config.chunk_attn_window_size and LOCAL in config.attention_type:
-        raise fault("chunk_attn_window_size", f"0 beside attention_type={config.attention_type}", 0)
-    step = config.nope_layer_interval
-    if config.temperature_tuning and step == -1:
-        raise fault("temperature_tuning", "false beside nope_layer_interval=-1: all layers have RoPE", "false")
-    if step != -1 and config.trainable_position_size > 0:
-        raise fault("nope_layer_interval", "-1 beside trainable_position_size, which leaves out RoPE", -1)
+        rule = rule if works else "false beside num_kv_shared_layers=0: no layer would have it"
+        works["use_double_wide_mlp"] = "false"
+    if works:
+        raise _refusal(fault, next(iter(works)), rule, works)
+    no_rope: dict[str, object] = {"temperature_tuning": "false"} if config.temperature_tuning else {}
+    if no_rope and config.nope_layer_interval == -1:
+        raise _refusal(
+            fault, "temperature_tuning", "false beside nope_layer_interval=-1: all layers have RoPE", no_rope
+        )
+    if config.nope_layer_interval != -1 and config.trainable_position_size > 0:
+        rule = "-1 beside trainable_position_size, which leaves out RoPE"
+        raise _refusal(fault, "nope_layer_interval", rule, {"nope_layer_interval": -1} | no_rope)
+
+
+def _refusal(fault: Callable[..., ConfigError], name: str, rule: str, works: Mapping[str, object]) -> ConfigError:
+    """Returns the refusal of a key's value; `works` holds all keys to change, this one first."""
+    first, *others = (f"{key}={value}" for key, value in works.items())
+    return fault(name, rule, " ".join([first.removeprefix(f"{name}="), *others]))
 
 
 # Keys without effect in a model without experts.
@@ -352,9 +370,6 @@ def _check_delta_rule(config: AllKeys, fault: Callable[..., ConfigError]) -> Non
         even = max(2, 2 * round(turned / 2)) / config.head_dim
         rule = f"such that head_dim={config.head_dim} times it is even, since rotary embeddings turn pairs"
         raise fault("partial_rotary_factor", rule, f"{even:g}")
-    if config.attention_type != GLOBAL:
-        rule = f"{GLOBAL} beside decoder_block={config.decoder_block}, whose attention has no windows"
-        raise fault("attention_type", rule, GLOBAL)
 
 
 def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., ConfigError]) -> None:
@@ -376,34 +391,40 @@ def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., Co
         raise fault("gdn_num_value_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
 
 
-def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for keys of experts that exclude each other, or that the family lacks."""
-    family, num_experts = FAMILIES[config.decoder_block], config.num_experts
+def _check_family(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for keys of forms that the family lacks, or of experts where it has none."""
+    family = FAMILIES[config.decoder_block]
     block = f"decoder_block={family.decoder_block}"
-
-    def refuse(name: str, rule: str, works: Mapping[str, object]) -> ConfigError:
-        first, *others = (f"{key}={value}" for key, value in works.items())
-        return fault(name, rule, " ".join([first.removeprefix(f"{name}="), *others]))
 
     def stated(names: tuple[str, ...]) -> dict[str, object]:
         """Returns the defaults of the keys that differ from them."""
         return {name: keys[name].default for name in names if config[name] != keys[name].read(keys[name].default)}
 
-    has_experts = family.has_experts and (num_experts > 1 or not family.has_experts_beside_mlp)
     lacks = tuple(name for name in _OF_SOME if name not in family.own_keys)
-    if not has_experts and (works := stated(_OF_EXPERTS)):
+    if not _has_experts(config) and (works := stated(_OF_EXPERTS)):
         name, works = next(iter(works)), works | stated(lacks)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
-        why = f"with num_experts={num_experts}" if family.has_experts else f"(experts are in {others})"
-        raise refuse(name, f"{works[name]} beside {block}, whose layers have no experts {why}", works)
+        why = f"with num_experts={config.num_experts}" if family.has_experts else f"(experts are in {others})"
+        raise _refusal(fault, name, f"{works[name]} beside {block}, whose layers have no experts {why}", works)
     if works := stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
         name = next(iter(works))
         having = ", ".join(other.decoder_block for other in FAMILIES.values() if name in other.own_keys)
         only = f" (only in {having})" if having else ""
-        raise refuse(name, f"{works[name]} beside {block}, which lacks it{only}", works)
+        raise _refusal(fault, name, f"{works[name]} beside {block}, which lacks it{only}", works)
+
+
+def _has_experts(config: AllKeys) -> bool:
+    family = FAMILIES[config.decoder_block]
+    return family.has_experts and (config.num_experts > 1 or not family.has_experts_beside_mlp)
+
+
+def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+    """Raises ConfigError for keys of experts, or of the family's own form, that exclude each other."""
+    family, num_experts = FAMILIES[config.decoder_block], config.num_experts
+    block, refuse = f"decoder_block={family.decoder_block}", partial(_refusal, fault)
     if family.has_global_heads:
         _check_global_heads(config, block, fault)
-    if not has_experts:
+    if not _has_experts(config):
         return
     _check_narrow(config, block, fault)
     needs = {"norm_topk_prob": "true"} if family.always_normalises else {}

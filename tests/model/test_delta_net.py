@@ -80,7 +80,8 @@ def test_parameters_and_flops_are_those_of_qwen3_next_80b_a3b() -> None:
 @pytest.mark.parametrize(("stated", "works"), [
     ("gdn_num_value_heads=5", "gdn_num_value_heads=4"),
     ("partial_rotary_factor=0.2", "partial_rotary_factor=0.25"),
-    ("attention_type=local_sliding sliding_window_size=4", "attention_type=global"),
+    ("attention_type=local_sliding", "attention_type=global"),  # before the window that it lacks
+    ("num_kv_shared_layers=3", "num_kv_shared_layers=0"),  # not 2, which another family could have
     ("base_num_decoder_layers=3", "base_num_decoder_layers=4"),
     ("decoder_block=qwen3_moe", "inhomogeneous_layer_cycle_interval=1"),
 ])  # fmt: skip

@@ -78,6 +78,7 @@ def test_a_layer_takes_the_keys_of_the_last_layer_that_sees_as_much() -> None:
     [
         (("num_kv_shared_layers=3",), "num_kv_shared_layers=3: must be a multiple of 2.* below .*works: .*=4"),
         (("num_kv_shared_layers=6",), "num_kv_shared_layers=6: must be a multiple of 2.*works: .*=4"),
+        (("base_num_decoder_layers=1",), "=1: must be a multiple of 2.*works: .*=2 num_.*=0 use_double_wide_mlp=false"),
         (("num_kv_shared_layers=0",), "use_double_wide_mlp=true: must be false beside num_kv_shared_layers=0"),
         (("num_experts=2",), "num_experts=2: must be 1 beside decoder_block=gemma4_small, whose layers have no"),
         (("decoder_block=gemma4",), "num_kv_shared_layers=4: must be 0 beside decoder_block=gemma4, which lacks it"),
