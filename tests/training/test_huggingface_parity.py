@@ -249,21 +249,27 @@ def test_an_export_keeps_the_type_of_the_tensors(name: str, dtype: str, tmp_path
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of PEFT's own
 @pytest.mark.parametrize(
-    ("name", "targets"),
+    ("name", "targets", "fields"),
     [
-        ("gemma3", "all"),
-        ("gemma4_small", "all"),  # its last layers lack keys, and two matrices lie in a layer itself
-        ("phi3", "all"),  # whose layers join matrices, as those of gpt2
-        ("phi3", "query,up,out"),
-        ("gpt2", "query,up,out"),
+        ("gemma3", "all", {}),
+        ("gemma4_small", "all", {}),  # its last layers lack keys, and two matrices lie in a layer itself
+        ("phi3", "all", {}),  # whose layers join matrices, as those of gpt2
+        ("phi3", "query,up,out", {}),
+        ("gpt2", "query,up,out", {}),
+        # Beside experts PEFT renames modules, such as those of an MLP; here also joined ones, head by head.
+        ("deepseek", "all", {"num_hidden_layers": 2, "first_k_dense_replace": 1}),
+        ("qwen3_next", "all", {"num_hidden_layers": 2}),
+        ("qwen3_5", "delta_key,query_gate,up,shared_gate", {"num_hidden_layers": 2, "full_attention_interval": 2}),
     ],
 )
-def test_peft_applies_exported_adapters_as_the_merged_export_has_them(name: str, targets: str, tmp_path: Path) -> None:
+def test_peft_applies_exported_adapters_as_the_merged_export_has_them(
+    name: str, targets: str, fields: dict[str, int], tmp_path: Path
+) -> None:
     import torch
     import transformers
 
     peft = pytest.importorskip("peft")
-    model = save_model(name, tmp_path / "model")
+    model = save_model(name, tmp_path / "model", **fields)
     before = losses(model).detach()
     adapted = load_config(overrides=[
         "model_name=auto", f"load_parameters_path={tmp_path / 'model'}", f"run_dir={tmp_path / 'run'}", "steps=2",

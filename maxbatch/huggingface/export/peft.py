@@ -22,7 +22,7 @@ from maxbatch.model.parameters import parameter_path
 from maxbatch.parallel.trees import State
 from maxbatch.runs.json_file import write_json
 from maxbatch.system.atomic_files import writing_folder
-from maxbatch.system.errors import ConfigError, writing
+from maxbatch.system.errors import writing
 from maxbatch.training.update.adapters import Adapters, Target
 from maxbatch.training.weights.parameters import load_adapters
 
@@ -44,6 +44,9 @@ class Module(NamedTuple):
     layers: range  # the numbers of the layers that have it
     parts: tuple[AdaptedPart, ...]
     num_outputs: int
+    # Whether PEFT is to find it by its parameter. Where there are experts, PEFT 0.21 takes a module whose name ends as
+    # those of their matrices, such as the one of an MLP, for them.
+    is_by_parameter: bool
 
     def adapter(self, layer: int, arrays: dict[ParameterPath, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Returns A, [n R, inputs], and B, [outputs, n R], of its n parts: the ranks of joined matrices add up."""
@@ -69,14 +72,10 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
       averaged: whether to write the average of the adapters that the run keeps.
 
     Raises:
-      ConfigError: there is no such run, it has no adapters, PEFT does not apply them as trained, or the output is not
-        empty.
+      ConfigError: there is no such run, it has no adapters, or the output is not empty.
     """
     target = new_folder(output)
     config, base, adapters, params = load_adapters(run, averaged)
-    if FAMILIES[config.decoder_block].has_delta_rule:
-        raise ConfigError(f"{run}: PEFT applies adapters of decoder_block={config.decoder_block} unlike training; "
-                          "works: an export without --adapter, the merged model")  # fmt: skip
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     modules = _modules(adapters, base, parameter_places(config.model, base))
     stored_as = DTYPE_NAMES[dtype or "float32"]
@@ -95,7 +94,7 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
 
 def _modules(adapters: Adapters, base: State, places: dict[ParameterPath, TensorPlace]) -> list[Module]:
     targets = {target.path: target for target in adapters.targets(base)}
-    found = {}
+    found, has_experts = {}, any("experts" in path for path in places)
     for path in targets:
         layout = places[path].layout
         group = layout.joined or (path,)
@@ -103,7 +102,9 @@ def _modules(adapters: Adapters, base: State, places: dict[ParameterPath, Tensor
         num_inputs = math.prod(targets[path].shape[1 : 1 + targets[path].num_inputs])
         num_outputs = sum(math.prod(places[path].shape) for path in group) // num_inputs
         layers = places[path].layers
-        found[layers, layout.name] = Module(layout.name.removesuffix(".weight"), layers, parts, num_outputs)
+        is_by_parameter = has_experts and path[-2] in ("mlp", "shared_experts")
+        name = layout.name.removesuffix(".weight")
+        found[layers, layout.name] = Module(name, layers, parts, num_outputs, is_by_parameter)
     return list(found.values())
 
 
@@ -120,6 +121,7 @@ def _config_json(decoder_block: str, base: str, adapters: Adapters, modules: lis
     # At most two components within a layer, since GPT-2's attention and MLP both have a c_proj.
     names = {module: ".".join(module.name.rpartition("{layer}.")[2].split(".")[-2:]) for module in modules}
     joined = {names[module]: len(module.parts) for module in modules if len(module.parts) > 1}
+    by_parameter = {names[module] for module in modules if module.is_by_parameter}
     alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
     return {
         "peft_type": "LORA",
@@ -131,7 +133,8 @@ def _config_json(decoder_block: str, base: str, adapters: Adapters, modules: lis
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": FAMILIES[decoder_block].inputs_first,
-        "target_modules": sorted(set(names.values())),
+        "target_modules": sorted(set(names.values()) - by_parameter),
+        "target_parameters": sorted(f"{name}.weight" for name in by_parameter) or None,
         "rank_pattern": {name: number * adapters.rank for name, number in joined.items()},
         "alpha_pattern": {name: number * alpha for name, number in joined.items()},
     }
