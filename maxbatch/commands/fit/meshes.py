@@ -1,4 +1,4 @@
-"""The meshes that `fit --mesh auto` tries: a short list, likely best first. No JAX."""
+"""The meshes that `fit --mesh auto` tries: a short list, likely best first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from maxbatch.config.config import Config
-from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import moe_mlp_dim
+from maxbatch.config.matrices import axis_sizes, parameters
 from maxbatch.config.values import Value
+from maxbatch.parallel.sharding import PARAMETER_RULES
 from maxbatch.plan.mesh_shape import AXES, MeshShape, axis_key
 
 # Of a slice's devices, (tensor, data); fsdp takes the rest. Weights over all devices cost the least memory. A tensor
@@ -73,12 +73,10 @@ def _splits(free: Collection[str], rest: int) -> Iterator[dict[str, int]]:
 
 
 def _divides_model(config: Config, tensor: int) -> bool:
-    model = config.model
-    width = model.base_mlp_dim if model.num_experts == 1 else moe_mlp_dim(model)
-    heads = [model.base_num_query_heads]
-    if not FAMILIES[model.decoder_block].has_latents:  # whose heads share one latent
-        heads.append(model.base_num_kv_heads)
-    return all(size % tensor == 0 for size in (*heads, width))
+    """Returns whether a tensor axis divides all that it splits in a layer: heads of every kind, widths of MLPs."""
+    sizes, rows = axis_sizes(config.model), (row for row in parameters(config.model) if row.is_stacked)
+    split = {axis for row in rows for axis in row.axes if "tensor" in PARAMETER_RULES[axis]}
+    return all(sizes[axis] % tensor == 0 for axis in split)
 
 
 def _is_fixed(config: Config, fixed: Collection[str], key: str) -> bool:

@@ -70,6 +70,29 @@ def test_one_device_has_one_mesh() -> None:
     assert meshes(devices=1) == ["fsdp=1"]
 
 
+@pytest.mark.parametrize(
+    ("model", "most"),
+    [
+        (
+            "decoder_block=gemma4_small attention_type=local_sliding,global sliding_window_size=4 "
+            "global_num_kv_heads=2",
+            2,
+        ),
+        (
+            "decoder_block=qwen3_next inhomogeneous_layer_cycle_interval=2 num_experts=8 num_experts_per_tok=2 "
+            "gdn_num_key_heads=4 gdn_num_value_heads=16 partial_rotary_factor=0.5",
+            4,
+        ),
+        ("decoder_block=llama4 num_experts=8 routed_score_func=sigmoid interleave_moe_layer_step=2 base_mlp_dim=6", 2),
+    ],
+)
+def test_heads_and_mlps_of_every_form_must_divide_by_the_tensor_axis(model: str, most: int) -> None:
+    """Heads of global layers, keys of a gated delta rule, and MLPs between layers of experts."""
+    sizes = ("base_num_query_heads=16", "base_num_kv_heads=16", "head_dim=8", "base_num_decoder_layers=2")
+    config = load_config(overrides=[*sizes, *model.split()])
+    assert max(int(str(axes["ici_tensor_parallelism"])) for axes in proposals(config, (), 64, 1)) == most
+
+
 def test_attention_over_latents_has_no_key_value_heads_that_the_tensor_axis_must_divide() -> None:
     deepseek = load_config(overrides=["model_name=deepseek3-671b", "base_num_kv_heads=1"])
     assert {2, 4, 8} <= {axes["ici_tensor_parallelism"] for axes in proposals(deepseek, (), 64, 1)}
