@@ -84,7 +84,8 @@ def product(
         return eight_bit_groups(x, w, form, quantization)
     if isinstance(w, Adapted):
         assert isinstance(form, str), "experts have no adapters"
-        return product(x, w.matrix, form, quantization) + _low_rank(x, w, form)
+        whole = product(x, w.matrix, form, quantization, out_dtype=out_dtype)
+        return whole + _low_rank(x, w, form, out_dtype)
     if quantization:
         assert isinstance(form, str), "matrices of groups come with their codes"
         return eight_bit_einsum(x, w, form, quantization)
@@ -94,13 +95,14 @@ def product(
     return jnp.einsum(form, x, w, preferred_element_type=out_dtype)
 
 
-def _low_rank(x: jax.Array, w: Adapted, form: str) -> jax.Array:
-    """Returns the einsum of x with scale x A B, in x's dtype."""
+def _low_rank(x: jax.Array, w: Adapted, form: str, out_dtype: jax.typing.DTypeLike | None = None) -> jax.Array:
+    """Returns the einsum of x with scale x A B; `out_dtype` as of `product`."""
     of_x, of_w, of_y = axes_of(form)
     inputs, outputs = ("".join(axis for axis in of_w if (axis in of_y) == is_output) for is_output in (False, True))
     of_rank = "".join(axis for axis in of_x if axis in of_y) + "r"
     a, b = w.a.astype(x.dtype), (w.scale * w.b).astype(x.dtype)
-    return jnp.einsum(f"{of_rank},r{outputs}->{of_y}", jnp.einsum(f"{of_x},{inputs}r->{of_rank}", x, a), b)
+    inner = jnp.einsum(f"{of_x},{inputs}r->{of_rank}", x, a)
+    return jnp.einsum(f"{of_rank},r{outputs}->{of_y}", inner, b, preferred_element_type=out_dtype)
 
 
 def two_products(

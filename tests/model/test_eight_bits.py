@@ -153,6 +153,16 @@ def test_an_adapter_is_applied_beside_its_matrix_without_rounding(quantization: 
         np.testing.assert_allclose(found, wanted, atol=1e-5 * np.abs(wanted).max())
 
 
+@pytest.mark.usefixtures("standard_promotion")
+def test_sums_beside_a_shorter_stream_stay_float32_with_an_adapter() -> None:
+    """As of the decays of a gated delta rule, which 8 bits leave alone."""
+    ones = jnp.ones((1, 1, 257), jnp.bfloat16)
+    w = Adapted(jnp.ones((257, 1)), jnp.ones((257, 1)), jnp.ones((1, 1)), 1.0)
+    for matrix, total in ((w.matrix, 257), (w, 513)):  # bfloat16 has 256 and 512; the stream of the rank has 256
+        y = product(ones, matrix, "mld,dn->mln", out_dtype=jnp.float32)
+        assert (y.dtype, float(y[0, 0, 0])) == (jnp.float32, total)
+
+
 def first_token_changes(quantization: Quantization) -> bool:
     """Returns whether a token's product or gradient depends on the others of its pass, or on their gradients."""
     keys = jax.random.split(jax.random.key(0), 3)
