@@ -208,6 +208,10 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
         if is_global:
             heads, kv_heads = ("heads", "global_head_dim"), ("global_kv_heads", "global_head_dim")
 
+        query_gate = (
+            Parameter(f"{attention}.query_gate", heads, ("embed",), kept="query_proj"),
+            Parameter(f"{attention}.query_gate_bias", heads, has=lambda m: m.attention_bias),
+        )
         rows = (
             Parameter(f"{attention}.query", heads, ("embed",), kept="query_proj"),
             Parameter(f"{attention}.key", kv_heads, ("embed",), kept="key_proj"),
@@ -217,11 +221,7 @@ def _table(decoder_block: str, cycle: tuple[LayerForm, ...]) -> tuple[Parameter,
             Parameter(f"{attention}.key_bias", kv_heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.value_bias", kv_heads, has=lambda m: m.attention_bias),
             Parameter(f"{attention}.out_bias", (attended_norm,), has=has_out_bias),
-            *(
-                (Parameter(f"{attention}.query_gate", heads, ("embed",), kept="query_proj"),)
-                if family.has_query_gate
-                else ()
-            ),
+            *(query_gate if family.has_query_gate else ()),
             *((Parameter(f"{attention}.sinks", ("heads",)),) if family.has_sinks else ()),
             Parameter(f"{attention}.query_norm.scale", normalised(heads), has=has_scaled_norm),
             Parameter(f"{attention}.key_norm.scale", normalised(kv_heads), has=has_scaled_norm),

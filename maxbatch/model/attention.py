@@ -355,6 +355,8 @@ class Attention(nnx.Module):
     def _joined(self, attended_MxLxHxh: jax.Array, x_MxLxD: jax.Array) -> jax.Array:
         if hasattr(self, "query_gate"):
             gate_MxLxHxh = product(x_MxLxD, self.query_gate[...], "mld,dnh->mlnh", self.quantization)
+            if hasattr(self, "query_gate_bias"):
+                gate_MxLxHxh += self.query_gate_bias[...].astype(gate_MxLxHxh.dtype)[None, None]
             gate_MxLxHxh = self.constrain(gate_MxLxHxh, ("batch", "length", *MATRICES["query_gate"].outputs))
             attended_MxLxHxh *= jax.nn.sigmoid(kept(gate_MxLxHxh, MATRICES["query_gate"].kept))
         joined_MxLxD = product(attended_MxLxHxh, self.out[...], "mlnh,nhd->mld", self.quantization)

@@ -122,6 +122,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         LLAMA4 | {"attention_chunk_size": None, "use_qk_norm": False, "no_rope_layers": [1] * 4},
     ),
     "qwen3_next": ("Qwen3Next", DELTA_RULE | {"shared_expert_intermediate_size": 48}),
+    "qwen3_next_biases": ("Qwen3Next", DELTA_RULE | {"num_hidden_layers": 2, "attention_bias": True}),
     "qwen3_5": ("Qwen3_5MoeText", DELTA_RULE | {"full_attention_interval": 4, "linear_num_value_heads": 2}),
     "llama_biases": ("Llama", {"attention_bias": True, "mlp_bias": True, "hidden_act": "gelu"}),
     "qwen3_biases": ("Qwen3", {"attention_bias": True}),

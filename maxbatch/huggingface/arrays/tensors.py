@@ -79,7 +79,8 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
         together = tuple(other.path for other in names if names[other] == name and other.layer == row.layer)
         joined, along = (together, axes.index(outputs)) if together[1:] else ((), 0)
         alternates = holds_experts and bool(joined) and family.experts_alternate
-        heads = next((axis for module, axis in family.by_head.items() if name.endswith(f".{module}.weight")), None)
+        module = name.rpartition(".")[0]
+        heads = next((axis for one, axis in family.by_head.items() if module.endswith(f".{one}")), None)
         num_heads = axis_sizes(model)[heads] if heads and joined else 1
         found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, alternates, num_heads, row.is_float32)
     return found
