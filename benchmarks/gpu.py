@@ -73,12 +73,16 @@ class Bench:
         self.folder, self._platform = folder, platform
         self._end = time.monotonic() + BUDGET_S
 
-    def run(self, name: str, module: str, *arguments: str) -> str:
-        """Runs `python -m module arguments`; returns its output; raises BenchmarkError if it fails or is late."""
-        log = self.folder / f"{name}.log"
-        variables = {"JAX_PLATFORMS": self._platform, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(_MEMORY_SHARE)}
+    def run(self, name: str, module: str, *arguments: str, **variables: str) -> str:
+        """Runs `python -m module arguments`; returns its output; raises BenchmarkError if it fails or is late.
+
+        Prints the process's time when it ends, because the whole takes minutes.
+        """
+        log, began = self.folder / f"{name}.log", time.monotonic()
+        variables |= {"JAX_PLATFORMS": self._platform, "XLA_PYTHON_CLIENT_MEM_FRACTION": str(_MEMORY_SHARE)}
         process = start(module, *arguments, log=log, cache=self.folder / "cache", **variables)
-        finish(process, log, max(1.0, self._end - time.monotonic()))
+        finish(process, log, max(1.0, self._end - began))
+        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr)
         return log.read_text(errors="replace")
 
     def part(self, name: str, *arguments: str) -> Any:
@@ -100,9 +104,9 @@ def measure(quick: bool) -> list[Measurement]:
             return [*attention(bench), *speed(bench, gpu, "tiny model", _QUICK, updates=5)]
         return [
             *attention(bench),
-            *fit_edge(bench),
             *speed(bench, gpu, "1B", ONE_B),
             *speed(bench, gpu, "7B", (*SEVEN_B, f"base_num_decoder_layers={layers_that_fit(gpu.memory_bytes)}")),
+            *fit_edge(bench),
         ]
 
 
