@@ -57,6 +57,8 @@ def find_config(name: str | os.PathLike[str]) -> AnyPath:
     `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` name the same packaged file from any folder; `llama3-8b`
     is a preset. An existing file wins over a name.
     """
+    if rule := place_fault(str(name)):
+        raise ConfigError(f"config file {shown_path(name)}: must be {rule}")
     if is_remote(str(name)):
         return as_path(name)
     path = Path(name)
@@ -233,7 +235,9 @@ def _chain(path: AnyPath) -> list[_Stated]:
         layers.insert(0, _Stated(kind, [entry for entry in stated if entry is not base]))
         if base is None or (base.plain and base.text.lower() in NULLS) or not base.text:
             return layers
-        path = path.parent / base.text
+        if fault := place_fault(base.text):
+            raise ConfigError(f"base_config={shown_path(base.text)}: must be {fault}")
+        path = as_path(base.text) if is_remote(base.text) else path.parent / base.text
         # MaxText's files have `base_config: base.yml`; if no such file is beside them, it is ours.
         if not os.path.exists(str(path)):
             path = _packaged(base.text) or path

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch import load_config
+from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.config.loading import dump_config
 from maxbatch.config.sections import KEYS
+from maxbatch.system.storage import as_path
 from tests.helpers.configs import error_of
+from tests.helpers.stores import Store
 
 PLACES = [key.name for key in KEYS if key.kind == "path"]
 LOCAL = [key.name for key in KEYS if key.kind == "local"]
@@ -73,6 +75,21 @@ def test_odd_urls_of_data_and_of_maxtexts_words_are_refused_too() -> None:
             assert "must be a" in error_of(overrides=("dataset_type=jsonl", f"{key}={url}"))
     message = error_of(overrides=("base_output_directory=gs://b/x", "run_name=../y"))
     assert "run_dir=gs://b/x/../y: must be a URL without" in message and "such as gs://b/y" in message
+
+
+def test_a_config_of_another_scheme_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "run.yml").write_text("base_config: ftp://b/base.yml\n")
+    for path, named in (("ftp://b/run.yml", "config file"), (str(tmp_path / "run.yml"), "base_config=")):
+        with pytest.raises(ConfigError, match=rf"^{named} ?ftp://b/\w+\.yml: must be a local path, gs:// or s3:// "):
+            load_config(path)
+
+
+def test_a_config_builds_on_one_in_a_bucket(tmp_path: Path, gs: Store) -> None:
+    base = f"{gs.bucket()}/base.yml"
+    as_path(base).write_text("steps: 7\n")
+    (tmp_path / "run.yml").write_text(f"base_config: {base}\nglobal_batch_size: 8\n")
+    config = load_config(tmp_path / "run.yml")
+    assert (config.steps, config.global_batch_size) == (load_config(base).steps, 8) == (7, 8)
 
 
 @pytest.mark.parametrize("key", LOCAL)
