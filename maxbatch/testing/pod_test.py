@@ -44,7 +44,7 @@ def stated_by(marker: pytest.Mark) -> _Stated:
     try:
         return pod(*marker.args, **marker.kwargs)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"@pytest.mark.pod: {error}") from error
+        raise ValueError(f"@pytest.mark.pod: {str(error).replace(pod.__qualname__, 'pod')}") from error
 
 
 class PodTest:
@@ -69,7 +69,7 @@ class PodTest:
         try:
             shape, self._timeout = stated_by(marker)
         except ValueError as error:
-            pytest.fail(str(error), pytrace=False)
+            raise pytest.fail.Exception(str(error), pytrace=False) from None
         self._sections = []
         self._hosts = hosts = _pool(self._item.session).get(shape)
         if not hosts.are_alive:

@@ -194,7 +194,7 @@ def test_faults_of_a_marker_and_of_a_session_are_named(tmp_path: Path) -> None:
     found = run(tmp_path, "test_broken.py", BROKEN, "-p", "no:randomly")
     said = {
         "test_hosts_that_do_not_divide": "devices=3, hosts=2: the hosts must divide the devices; works: hosts=1",
-        "test_misspelt": "@pytest.mark.pod: .*unexpected keyword argument 'hots'",
+        "test_misspelt": r"(?m)^@pytest.mark.pod: pod\(\) got an unexpected keyword argument 'hots'$",
         "test_unmarked": "the fixture pod needs the marker",
     }
     for name, text in said.items():
