@@ -7,6 +7,7 @@ on a name that is gone; `tests/training/compile/test_saved.py` loads saved progr
 from __future__ import annotations
 
 import functools
+import platform
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+_LONGEST_COMPILATION_MS = 120_000  # in which the first process has cached a program, or the others compile it too
 
 
 def coordination() -> Any:
@@ -27,12 +30,13 @@ def coordination() -> Any:
 
 @functools.cache
 def share_cached_cpu_programs(cpu: str) -> None:
-    """Lets all processes of a run on CPUs find the programs that its first process caches; `cpu` describes the CPU.
+    """Lets all processes of a run on CPUs take the programs that its first process caches, now or before.
 
     JAX lets only the first process write into the cache. The keys have a fingerprint of the topology, which on CPUs
-    differs between processes, so the others would compile every program at every start.
+    differs between processes, so the others would compile every program at every start. `cpu` describes the CPU.
     """
     from jax._src import cache_key
+    from jax._src import compiler as of_programs
 
     hash_topology = cache_key._hash_accelerator_config
 
@@ -43,6 +47,58 @@ def share_cached_cpu_programs(cpu: str) -> None:
             hash_topology(hash_obj, accelerators)
 
     cache_key._hash_accelerator_config = hash_topology_or_cpu
+    compiler: Any = of_programs
+    read, compile_and_write = compiler._cache_read, compiler._compile_and_write_cache
+    first = _FirstProcess()
+
+    def read_or_wait(name: str, key: str, options: Any, backend: Any, devices: Any, *more: Any) -> Any:
+        found = read(name, key, options, backend, devices, *more)
+        if len({device.process_index for device in devices}) == 1:
+            return found
+        first.tell("begun", key, _place_of_cache())
+        if found[0] is not None:
+            first.tell("cached", key)
+        elif first.told("begun", key) == _place_of_cache() and first.told("cached", key) is not None:
+            found = read(name, key, options, backend, devices, *more)
+        return found
+
+    def compile_and_tell(*arguments: Any) -> Any:
+        executable = compile_and_write(*arguments)
+        first.tell("cached", arguments[-1])
+        return executable
+
+    compiler._cache_read, compiler._compile_and_write_cache = read_or_wait, compile_and_tell
+
+
+def _place_of_cache() -> str:
+    return f"{platform.node()}:{jax.config.values['jax_compilation_cache_dir']}"
+
+
+class _FirstProcess:
+    """The programs that the first process says it has begun to look for, and has cached."""
+
+    def __init__(self) -> None:
+        self._said: set[str] = set()
+        self._is_silent = False
+
+    def tell(self, what: str, program: str, value: str = "") -> None:
+        """Tells the others, if this is the first process."""
+        name, state = f"maxbatch/{what}/{program}", coordination()
+        if state.process_id == 0 and name not in self._said:
+            self._said.add(name)
+            state.client.key_value_set(name, value)
+
+    def told(self, what: str, program: str) -> str | None:
+        """Waits until the first process has told it; None: this is the first one, or it has no cache or dies."""
+        state = coordination()
+        if state.process_id == 0 or self._is_silent:
+            return None
+        try:
+            value: str = state.client.blocking_key_value_get(f"maxbatch/{what}/{program}", _LONGEST_COMPILATION_MS)
+            return value
+        except jax.errors.JaxRuntimeError:
+            self._is_silent = True
+            return None
 
 
 def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:

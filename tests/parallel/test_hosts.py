@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from maxbatch import ConfigError
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel import hosts
-from maxbatch.testing import run
+from maxbatch.testing import Pod, run
 from maxbatch.training import pretraining
 from maxbatch.training.compile.cache import use_persistent_cache
 from tests.helpers.command import Hold, maxbatch, recorded, start
@@ -64,21 +64,25 @@ def test_any_hosts_train_on_the_same_samples_to_the_same_losses(tmp_path: Path) 
 
 
 @pytest.mark.processes
-def test_hosts_on_cpus_compile_no_program_that_the_first_has_cached() -> None:
-    def compiled_again(_: int) -> int:
+def test_hosts_on_cpus_compile_no_program_that_the_first_has_cached_or_compiles() -> None:
+    """The first host compiles late in the first round, and finds the program cached in the second."""
+    number = float(time.time_ns() % 2**24)  # of no program that an earlier test has cached
+
+    def compiled(_: Pod) -> list[int]:
         events: list[str] = []
         jax.monitoring.register_event_listener(lambda event, **_: events.append(event.rpartition("/")[2]))
         use_persistent_cache("", cache_folder("", "xla"))
-        split = NamedSharding(jax.make_mesh((2,), ("x",)), P("x"))
-        for _ in range(2):
-            events.clear()
+        split, counts = NamedSharding(jax.make_mesh((2,), ("x",)), P("x")), []
+        for round_ in range(2):
             jax.clear_caches()
             x = jax.make_array_from_callback((2,), split, lambda _: np.ones(1))
-            jnp.sum(x).block_until_ready()  # waits for the first host, which has written what it compiled
-        assert "cache_hits" in events
-        return events.count("compile_requests_use_cache") - events.count("cache_hits")
+            time.sleep(jax.process_index() == round_ == 0)
+            events.clear()
+            jax.jit(lambda x: jnp.sum(x) * number)(x).block_until_ready()
+            counts.append(events.count("compile_requests_use_cache") - events.count("cache_hits"))
+        return counts
 
-    assert run(compiled_again, devices=2, hosts=2, timeout=100) == [0, 0]
+    assert run(compiled, devices=2, hosts=2, timeout=100) == [[1, 0], [0, 0]]
 
 
 @pytest.mark.processes
