@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from maxbatch import __version__
 from maxbatch.commands import COMMANDS, Command
-from maxbatch.config.values import nearest_name, refuse_no_text, shown
+from maxbatch.config.values import nearest_name, nearest_or_all, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.device_watch import watch_cpu_devices
 from maxbatch.system.child_process import continue_stopped_children
@@ -88,9 +88,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name not in COMMANDS:
-        nearest = nearest_name(name, COMMANDS)
-        works = f"nearest: {nearest}" if nearest else f"one of {', '.join(COMMANDS)}"
-        raise ConfigError(f"{shown(name)}: unknown command; {works}")
+        raise ConfigError(f"{shown(name)}: unknown command; {nearest_or_all(name, COMMANDS)}")
     parser = make_parser(name, rest)
     body = importlib.import_module(COMMANDS[name].module)
     try:

@@ -23,7 +23,7 @@ from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, ref
 from maxbatch.config.sections import KEYS, names_fixing, names_of
 from maxbatch.config.values import NULLS, TEXTS, Value, nearest_name, shown, shown_path, value_text
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.storage import AnyPath, as_path, is_remote
+from maxbatch.system.storage import AnyPath, as_path, is_remote, url_fault
 
 _ENVIRONMENT = "MAXBATCH_"
 _MOST_FILES = 8  # of a chain of base_config
@@ -57,7 +57,7 @@ def find_config(name: str | os.PathLike[str]) -> AnyPath:
     `rl`, `post_train/rl.yml` and `configs/post_train/rl.yml` name the same packaged file from any folder; `llama3-8b`
     is a preset. An existing file wins over a name.
     """
-    if rule := place_fault(str(name)):
+    if rule := url_fault(str(name)):
         raise ConfigError(f"config file {shown_path(name)}: must be {rule}")
     if is_remote(str(name)):
         return as_path(name)
@@ -235,7 +235,7 @@ def _chain(path: AnyPath) -> list[_Stated]:
         layers.insert(0, _Stated(kind, [entry for entry in stated if entry is not base]))
         if base is None or (base.plain and base.text.lower() in NULLS) or not base.text:
             return layers
-        if fault := place_fault(base.text):
+        if fault := url_fault(base.text):
             raise ConfigError(f"base_config={shown_path(base.text)}: must be {fault}")
         path = as_path(base.text) if is_remote(base.text) else path.parent / base.text
         # MaxText's files have `base_config: base.yml`; if no such file is beside them, it is ours.

@@ -330,6 +330,13 @@ def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> st
     return found[0] if found else None
 
 
+def nearest_or_all(name: str, known: Iterable[str]) -> str:
+    """Returns the end of a message about an unknown name: the most similar known one, or all if none is similar."""
+    known = list(known)
+    nearest = nearest_name(name, known)
+    return f"nearest: {nearest}" if nearest else f"one of {', '.join(known)}"
+
+
 def shown(text: str, most: int = 80) -> str:
     """Returns user input on one line, cut to `most` characters, for messages."""
     text = text if text.isprintable() else repr(text)

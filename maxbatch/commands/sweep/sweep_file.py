@@ -17,7 +17,7 @@ from maxbatch.config.keys import Key
 from maxbatch.config.loading import keys, load_config
 from maxbatch.config.paths import configs_dir
 from maxbatch.config.unknown import hint
-from maxbatch.config.values import Bounds, Scalar, Value, nearest_name, shown
+from maxbatch.config.values import Bounds, Scalar, Value, nearest_or_all, shown
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.plan.batch import check_batch_keys
 from maxbatch.runs.metrics_schema import Metric
@@ -66,9 +66,8 @@ class SweepFile:
         for key, (_, where) in nodes.items():
             if key not in _KEYS:
                 rule = "is a config key, which belongs under base or parameters"
-                rule = rule if key in keys() else "unknown key"
-                nearest = nearest_name(key, _KEYS, least_like=0)
-                raise ConfigError(f"{where}: {shown(key)}: {rule}; nearest: {nearest}")
+                rule = rule if key in keys() else f"unknown key; {nearest_or_all(key, _KEYS)}"
+                raise ConfigError(f"{where}: {shown(key)}: {rule}")
         values: dict[str, Any] = {setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS}
         _check_sampler(path, nodes, values)
         return cls(**values | {
@@ -181,8 +180,8 @@ def _range(path: Path, key: Key, node: yaml.Node) -> Range:
     texts = {"log": "false"}
     for part, value, _ in pairs(path, node):
         if part not in _RANGE_KEYS:
-            nearest = nearest_name(part, _RANGE_KEYS, least_like=0)
-            raise ConfigError(f"{key.name}: unknown key {shown(part)} of a range; nearest: {nearest}")
+            works = nearest_or_all(part, _RANGE_KEYS)
+            raise ConfigError(f"{key.name}: unknown key {shown(part)} of a range; {works}")
         texts[part] = value.value if isinstance(value, yaml.ScalarNode) else ""
     low, high, log = texts.get("low"), texts.get("high"), texts["log"].lower()
     if not low or not high:

@@ -32,7 +32,17 @@ from maxbatch.config.paths import is_mixture_file, is_staged
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import names_fixing
-from maxbatch.config.values import SUFFIXES, Bounds, Scalar, exact, nearest_name, refuse_no_text, shown, shown_path
+from maxbatch.config.values import (
+    SUFFIXES,
+    Bounds,
+    Scalar,
+    exact,
+    nearest_name,
+    nearest_or_all,
+    refuse_no_text,
+    shown,
+    shown_path,
+)
 from maxbatch.config.yaml_file import compose, compose_text, pairs
 from maxbatch.data.stream.mixture_order import MixtureStage
 from maxbatch.system.errors import ConfigError
@@ -283,8 +293,7 @@ def _fields(file: Path, where: str, node: yaml.Node) -> dict[str, str]:
     fields: dict[str, str] = {}
     for name, value, _ in pairs(file, node):
         if name not in _FIELDS:
-            nearest = nearest_name(name, _FIELDS, least_like=0) or "path"
-            raise ConfigError(f"{where}: unknown field {shown(name)}; nearest: {nearest}")
+            raise ConfigError(f"{where}: unknown field {shown(name)}; {nearest_or_all(name, _FIELDS)}")
         if name == "weight" and isinstance(value, yaml.MappingNode) and value.value:
             fields[name] = "by position"
             continue

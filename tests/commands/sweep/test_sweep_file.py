@@ -20,6 +20,7 @@ pytest.importorskip("optuna", reason="Optuna is not installed (pip install 'maxb
     ("text", "said"),
     [
         ("paralel: 2", "unknown key; nearest: parallel"),
+        ("foo: 2", "foo: unknown key; one of sampler, metric, "),
         ("learning_rate: 1", "is a config key, which belongs under base or parameters"),
         ("sampler: bayes", "sampler=bayes: must be one of grid, random, optuna; works: sampler="),
         ("metric: loos", "metric=loos: must be one of eval_loss, loss; works: metric=loss"),

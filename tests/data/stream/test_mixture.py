@@ -146,6 +146,7 @@ REFUSED_FILES = {
     "a weight that is none": ("a: {path: x, weight: lots}", "source a: weight=lots: must be a number"),
     "a truth value": ("a: {path: x, weight: true}", "source a: weight=true: must be a number"),
     "a time of day": ("a: {path: x, weight: 1:30}", "source a: weight=1:30: must be a number"),
+    "a field like none": ("a: {path: x, foo: 1}", "source a: unknown field foo; one of path, "),
     "an unknown field": ("a: {path: x, wieght: 1}", "source a: unknown field wieght; nearest: weight"),
     "a field twice": ("a: {path: x, path: y, weight: 1}", "mix.yml:1: path is stated twice"),
     "a field that is a list": ("a: {path: [x], weight: 1}", "field path takes one value"),
