@@ -88,7 +88,7 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     name, *rest = argv
     if name not in COMMANDS:
-        raise ConfigError(f"{shown(name)}: unknown command; {nearest_or_all(name, COMMANDS)}")
+        raise ConfigError(f"{shown(name)}: unknown command; {nearest_or_all(name, COMMANDS, least_like=0.66)}")
     parser = make_parser(name, rest)
     body = importlib.import_module(COMMANDS[name].module)
     try:

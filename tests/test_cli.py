@@ -98,6 +98,8 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
             "--dtype bfloat: must be one of float32, bfloat16, float16; works: --dtype bfloat16",
         ),
         (["compile", "--hlo", "gs://bucket/x"], "--hlo gs://bucket/x: must be"),
+        (["eval", "run"], "eval: unknown command; nearest: evaluate"),
+        (["finetune"], "finetune: unknown command; one of plan, "),
         (["plan", "--json=1"], "--json: takes no value"),
         (["plan", "--lay"], "--lay: unknown flag; nearest: --layout"),
         (["generate", "run", "--top_p=1"], "--top_p: unknown flag; nearest: --top-p"),

@@ -330,10 +330,10 @@ def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> st
     return found[0] if found else None
 
 
-def nearest_or_all(name: str, known: Iterable[str]) -> str:
+def nearest_or_all(name: str, known: Iterable[str], least_like: float = 0.5) -> str:
     """Returns the end of a message about an unknown name: the most similar known one, or all if none is similar."""
     known = list(known)
-    nearest = nearest_name(name, known)
+    nearest = nearest_name(name, known, least_like)
     return f"nearest: {nearest}" if nearest else f"one of {', '.join(known)}"
 
 
