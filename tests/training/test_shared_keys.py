@@ -21,7 +21,7 @@ RUN = (
     "learning_rate=1e-3", "learning_rate_schedule=constant", "warmup_steps_fraction=0", "log_period=1",
     "global_batch_size=8", "steps=2", "scan_layers=true", UNSAVED,
 )  # fmt: skip
-MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "remat_policy=full")
+MESH = ("ici_data_parallelism=2", "ici_tensor_parallelism=2", "ici_context_parallelism=2", "remat_policy=full")
 
 
 def test_a_mesh_and_one_device_are_one_run(tmp_path: Path) -> None:
