@@ -13,6 +13,7 @@ import pytest
 
 from maxbatch.cli import main
 from maxbatch.config.sections import KEYS
+from maxbatch.config.values import shown_path
 from tests.helpers.configs import write
 
 
@@ -45,7 +46,7 @@ def test_each_value_names_the_layer_that_it_comes_from(
     assert said["base_emb_dim"] == (768, "preset")
     assert said["packing"] == (True, "base.yml")
     assert said["num_epochs"] == ("1/3", "override")
-    assert found["adam_b2"]["where"] == f"{run_file}:2"
+    assert found["adam_b2"]["where"] == f"{shown_path(run_file)}:2"
 
 
 def test_a_value_that_an_alternative_displaced_says_by_which_and_where(
