@@ -77,6 +77,9 @@ _SUMS_IN_PRODUCTS = {"--xla_tpu_enable_async_collective_fusion_fuse_all_reduce":
 # Vector memory for one fusion. The default of 16 MiB cuts products into small blocks, which costs a quarter more
 # cycles. A v4's core has 16 MiB in all, too little for a sum inside a wide product.
 _SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "65536"}
+# A v6e's core has 128 MiB. With 96 of them an update of llama2-7b takes 1.201e9 cycles in place of 1.249e9 (4 rows of
+# 2,048 tokens, remat full, v6e:16x16, libtpu 0.0.46). MaxText's recipes for v6e have the same.
+_MORE_SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "98304"}
 
 _ON_SPARSE_CORES = _ASYNC | _GATHERS_ON_SPARSE_CORES | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM
 _IN_PRODUCTS = _ASYNC | _GATHERS_IN_PRODUCTS
@@ -84,7 +87,7 @@ _FLAGS = {
     "v4": _ASYNC | _SUMS_BESIDE_PRODUCTS,
     "v5e": _IN_PRODUCTS | _SUMS_IN_PRODUCTS | _SCOPED_VMEM,
     "v5p": _ON_SPARSE_CORES | _GATHERS_OVER_THREE_AXES,
-    "v6e": _ON_SPARSE_CORES,
+    "v6e": _ON_SPARSE_CORES | _MORE_SCOPED_VMEM,
     "tpu7x": _ON_SPARSE_CORES | _GATHERS_OVER_THREE_AXES,
 }
 # Differences for a libtpu that fuses on every chip.
