@@ -66,6 +66,8 @@ def test_auto_has_the_flags_of_the_chip_and_the_compiler_and_records_them(
     sums_inside = "xla_tpu_enable_async_collective_fusion_fuse_all_reduce" in options
     assert sums_inside == (version == "v5e"), "a core of a v4 has too little vector memory for sums inside of products"
     assert options["xla_jf_crs_combiner_threshold_in_bytes"] == "1048576", "large sums are not joined into one"
+    memory = {"v4": None, "v6e": "65536" if libtpu == "0.0.42.1" else "98304"}
+    assert options.get("xla_tpu_scoped_vmem_limit_kib") == memory.get(version, "65536"), "in KiB, for one fusion"
 
 
 def test_flags_of_the_user_win_one_by_one(takes_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
