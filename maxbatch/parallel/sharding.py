@@ -1,11 +1,6 @@
 """The sharding rules: which mesh axes split which dimensions of parameters, activations and batches.
 
 Parameters and activations name their dimensions (`logical_axes`); two tables map the names to mesh axes.
-
-A mesh axis splits only one dimension of an array, the first that lists it. The pipeline axis splits the layers of
-parameters that are stacked by layer, and the width of all others, because outside of the pipeline its devices share
-the work by rows. A dimension that its mesh axes do not divide stays whole. The fsdp axis then takes the largest other
-dimension that it divides, so a width of 128 on 3 devices costs memory and not correctness.
 """
 
 from __future__ import annotations
@@ -19,71 +14,21 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
+from maxbatch.config.matrices import LAYERS
 from maxbatch.parallel.trees import State
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.plan.partition import OVER_TENSOR, WHOLE, partition
 
 LogicalAxes = tuple[str | None, ...]
 
-# dimension -> mesh axes that split it
-PARAMETER_RULES: dict[str, tuple[str, ...]] = {
-    LAYERS: ("pipeline",),
-    **dict.fromkeys((DENSE_LAYERS, KV_SHARED_LAYERS), ()),  # outside of the pipeline
-    "vocab": ("tensor",),
-    "embed": ("fsdp", "expert", "pipeline"),
-    "experts": ("expert",),
-    "router": (),
-    "moe_mlp": ("tensor",),
-    "heads": ("tensor",),
-    "kv_heads": ("tensor",),
-    "head_dim": (),
-    "global_kv_heads": ("tensor",),
-    "global_head_dim": (),
-    "layer": (),
-    "layer_input": ("fsdp", "tensor"),
-    "gated_input": ("tensor",),
-    **dict.fromkeys(("input_layers", "input_norm"), ()),
-    "mlp": ("tensor",),
-    "kv_shared_mlp": ("tensor",),
-    "norm": (),
-    "attended": ("fsdp", "expert", "pipeline"),
-    "attended_norm": (),
-    "rank": (),
-    "position": (),
-    # Latents: as what a product sums over, and as what it makes.
-    **dict.fromkeys(("q_lora", "kv_lora"), ("fsdp", "expert", "pipeline")),
-    **dict.fromkeys(("q_latent", "latent_and_key", "qk_dim", "key_and_value", "v_dim", "q_norm", "kv_norm"), ()),
-    "shared_mlp": ("tensor",),
-    **dict.fromkeys(("delta_key_heads", "delta_heads"), ("tensor",)),
-    **dict.fromkeys(
-        ("delta_key_dim", "delta_value_dim", "convolution", "shared_gate", "delta_norm", "decay_heads"), ()
-    ),
-}
+# dimension -> the mesh axis that splits it
 ACTIVATION_RULES: dict[str, str | None] = {
     "stage": "pipeline",
     "length": "context",
-    "embed": None,
-    "attended": None,
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "head_dim": None,
-    "global_kv_heads": "tensor",
-    "global_head_dim": None,
-    "layer": None,
-    "layer_input": "fsdp",  # of rows that are not split, so that the columns of their table need not move
-    "gated_input": "tensor",
-    "input_layers": None,
-    "mlp": "tensor",
-    "kv_shared_mlp": "tensor",
     "experts": "expert",
-    "router": None,
-    "moe_mlp": "tensor",
-    "vocab": "tensor",
-    "position": None,
-    **dict.fromkeys(("q_lora", "q_latent", "kv_lora", "latent_and_key", "qk_dim", "key_and_value", "v_dim"), None),
-    "shared_mlp": "tensor",
-    **dict.fromkeys(("delta_key_heads", "delta_heads"), "tensor"),
-    **dict.fromkeys(("delta_key_dim", "delta_value_dim", "convolution", "shared_gate", "decay_heads"), None),
+    "layer_input": "fsdp",  # of rows that are not split, so that the columns of their table need not move
+    **dict.fromkeys(OVER_TENSOR, "tensor"),
+    **dict.fromkeys((*WHOLE, "embed", "attended", "q_lora", "kv_lora"), None),
 }
 OVER_ROWS = "over_rows"  # a dimension split in place of the rows
 
@@ -163,21 +108,8 @@ def activation_constraint(mesh: Mesh, batch_axes: tuple[str, ...]) -> Constrain:
 
 def parameter_spec(logical_axes: tuple[str, ...], shape: tuple[int, ...], mesh: Mesh) -> P:
     """Returns the partition of one parameter, whose dimensions `logical_axes` names."""
-    taken: list[tuple[str, ...]] = []
-    for name, size in zip(logical_axes, shape, strict=True):
-        wanted = tuple(axis for axis in PARAMETER_RULES[name] if not any(axis in axes for axes in taken))
-        wanted = tuple(axis for axis in wanted if axis != "expert" or mesh.shape["expert"] > 1)
-        if mesh.shape["pipeline"] == 1 and name != LAYERS:
-            wanted = tuple(axis for axis in wanted if axis != "pipeline")
-        while wanted and size % num_shards(mesh, wanted):
-            wanted = wanted[:-1]
-        taken.append(wanted)
-    if {"embed", "attended"} & set(logical_axes) and not any("fsdp" in axes for axes in taken):
-        whole = [(size, i) for i, size in enumerate(shape) if not taken[i] and logical_axes[i] not in STACKS]
-        fits = [(size, i) for size, i in whole if size % mesh.shape["fsdp"] == 0]
-        if fits:
-            taken[max(fits)[1]] = ("fsdp",)
-    return P(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in taken))
+    split = partition(logical_axes, shape, mesh.shape)
+    return P(*(axes if len(axes) > 1 else next(iter(axes), None) for axes in split))
 
 
 def unnamed_spec(shape: tuple[int, ...], mesh: Mesh) -> P:

@@ -8,8 +8,9 @@ import pytest
 from maxbatch import load_config
 from maxbatch.config.matrices import NORMS, TABLES
 from maxbatch.parallel.mesh import make_mesh
-from maxbatch.parallel.sharding import PARAMETER_RULES, activation_constraint, parameter_spec
+from maxbatch.parallel.sharding import activation_constraint, parameter_spec
 from maxbatch.plan.mesh_shape import BATCH_AXES
+from maxbatch.plan.partition import PARAMETER_RULES
 
 
 @pytest.mark.parametrize("family", TABLES)

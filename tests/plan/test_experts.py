@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
+import jax
+import pytest
+
 from maxbatch import BatchPlan, load_config
+from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.mesh import make_mesh
+from maxbatch.training.update.state import abstract_state
 
 KEYS = ("model_name=mixtral-8x7b", "per_device_batch_size=2", "max_target_length=4096", "weight_dtype=float32")
 
@@ -28,9 +36,25 @@ def test_a_plan_has_the_rows_of_an_expert_group_and_the_bytes_of_its_experts() -
         assert plan["expert_bytes_per_device"] == whole // shards, keys
 
 
-def test_a_width_that_fsdp_does_not_divide_leaves_it_another_dimension() -> None:
-    keys = ("base_emb_dim=4097", "head_dim=128", "ici_fsdp_parallelism=16")
-    assert numbers(*keys)["expert_bytes_per_device"] == 4 * 3 * 32 * 8 * 4097 * 14336 // 16
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("ici_fsdp_parallelism=8",),
+        ("ici_fsdp_parallelism=4", "ici_expert_parallelism=2"),
+        ("ici_fsdp_parallelism=2", "ici_tensor_parallelism=2", "ici_pipeline_parallelism=2"),
+        ("base_emb_dim=66", "head_dim=16", "ici_fsdp_parallelism=4", "ici_data_parallelism=2"),  # takes the experts
+        ("base_emb_dim=66", "head_dim=16", "ici_fsdp_parallelism=4", "ici_expert_parallelism=2"),  # leaves all whole
+    ],
+)
+def test_a_plan_counts_the_bytes_of_experts_that_the_state_of_a_device_has(keys: tuple[str, ...]) -> None:
+    config = load_config(overrides=["model_name=tiny-moe", *keys])
+    shapes = jax.tree.leaves_with_path(abstract_state(config.update, make_mesh(config)).params)
+    held = sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for path, leaf in shapes
+        if parameter_path(path)[-1].startswith("expert_")
+    )
+    assert BatchPlan.from_config(config, 8).to_dict()["expert_bytes_per_device"] == held
 
 
 def test_a_plan_of_a_dense_model_says_nothing_of_experts() -> None:

@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from maxbatch.config.config import Config
 from maxbatch.config.matrices import axis_sizes, parameters
 from maxbatch.config.values import Value
-from maxbatch.parallel.sharding import PARAMETER_RULES
 from maxbatch.plan.mesh_shape import AXES, MeshShape, axis_key
+from maxbatch.plan.partition import PARAMETER_RULES
 
 # Of a slice's devices, (tensor, data); fsdp takes the rest. Weights over all devices cost the least memory. A tensor
 # axis gathers smaller weights but sums activations; it also lets a batch smaller than the devices run. A data axis

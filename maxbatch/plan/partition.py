@@ -1,0 +1,61 @@
+"""The partition of parameters: which mesh axes split which of their dimensions. No JAX.
+
+A mesh axis splits only one dimension of a parameter, the first that lists it. The pipeline axis splits the layers of
+parameters that are stacked by layer, and the width of all others, because outside of the pipeline its devices share
+the work by rows. A dimension that its mesh axes do not divide stays whole. The fsdp axis then takes the largest
+dimension without an axis that it divides, so a width of 128 on 3 devices costs memory and not correctness.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, STACKS
+
+# Dimensions that the tensor axis splits, of parameters and activations alike.
+OVER_TENSOR = (
+    "vocab", "heads", "kv_heads", "global_kv_heads", "delta_key_heads", "delta_heads", "mlp", "kv_shared_mlp",
+    "shared_mlp", "moe_mlp", "gated_input",
+)  # fmt: skip
+# Dimensions that no axis splits, of parameters and activations alike.
+WHOLE = (
+    "head_dim", "global_head_dim", "qk_dim", "v_dim", "key_and_value", "q_latent", "latent_and_key", "delta_key_dim",
+    "delta_value_dim", "convolution", "shared_gate", "decay_heads", "layer", "input_layers", "position", "router",
+)  # fmt: skip
+_NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "delta_norm", "input_norm")
+# dimension -> mesh axes that split it
+PARAMETER_RULES: dict[str, tuple[str, ...]] = {
+    LAYERS: ("pipeline",),
+    "experts": ("expert",),
+    "layer_input": ("fsdp", "tensor"),
+    **dict.fromkeys(("embed", "attended", "q_lora", "kv_lora"), ("fsdp", "expert", "pipeline")),
+    **dict.fromkeys(OVER_TENSOR, ("tensor",)),
+    **dict.fromkeys((*WHOLE, *_NORMS, "rank"), ()),
+    **dict.fromkeys((DENSE_LAYERS, KV_SHARED_LAYERS), ()),  # outside of the pipeline
+}
+
+
+def partition(names: tuple[str, ...], shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[tuple[str, ...]]:
+    """Returns the mesh axes that split each dimension of a parameter.
+
+    Args:
+      names: of the dimensions.
+      shape: their sizes.
+      sizes: of the mesh axes.
+    """
+    taken: list[tuple[str, ...]] = []
+    for name, size in zip(names, shape, strict=True):
+        wanted = tuple(axis for axis in PARAMETER_RULES[name] if not any(axis in axes for axes in taken))
+        wanted = tuple(axis for axis in wanted if axis != "expert" or sizes["expert"] > 1)
+        if sizes["pipeline"] == 1 and name != LAYERS:
+            wanted = tuple(axis for axis in wanted if axis != "pipeline")
+        while wanted and size % math.prod(sizes[axis] for axis in wanted):
+            wanted = wanted[:-1]
+        taken.append(wanted)
+    if {"embed", "attended"} & set(names) and not any("fsdp" in axes for axes in taken):
+        whole = [(size, i) for i, size in enumerate(shape) if not taken[i] and names[i] not in STACKS]
+        fits = [(size, i) for size, i in whole if size % sizes["fsdp"] == 0]
+        if fits:
+            taken[max(fits)[1]] = ("fsdp",)
+    return taken
