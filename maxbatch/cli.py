@@ -129,13 +129,13 @@ class _Parser(argparse.ArgumentParser):
         self.example = command.examples[0]
 
     def error(self, message: str) -> NoReturn:
-        from maxbatch.config.loading import keys
+        from maxbatch.config.sections import KEYS
 
         unknown = message.removeprefix("unrecognized arguments: ").split(" ")
         if len(message) == len(" ".join(unknown)):
             raise ConfigError(self._plain(re.sub(r"\S{81,}", lambda long: shown(long[0]), message)))
         flag, _, _ = unknown[0].partition("=")
-        if flag in keys():
+        if flag in KEYS:
             raise ConfigError(f"{shown(unknown[0])}: {self.prog} takes no config keys")
         from maxbatch.config.unknown import hint
 
@@ -143,7 +143,7 @@ class _Parser(argparse.ArgumentParser):
         foreign, said = dict[str, str](), list[str]()
         for flag in texts or [unknown[0]]:
             nearest = self._nearest(flag, least_like=0.9)
-            if not nearest and flag in texts and hint(flag, keys()):
+            if not nearest and flag in texts and hint(flag):
                 foreign[flag] = texts[flag]
                 continue
             nearest = nearest or self._nearest(flag)

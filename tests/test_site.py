@@ -19,8 +19,7 @@ import pytest
 
 import maxbatch
 from maxbatch.commands import COMMANDS
-from maxbatch.config.loading import keys
-from maxbatch.config.sections import SECTIONS
+from maxbatch.config.sections import KEYS, SECTIONS
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.system.errors import EXIT_CODES
 from tests.helpers.chromium import ask
@@ -73,14 +72,14 @@ def test_every_key_has_its_row_in_the_table_of_what_a_run_depends_on() -> None:
     page = (TOP / "docs" / "depends.md").read_text(encoding="utf-8")
     assert page == tool("depends").page(), "run python docs/tools/depends.py"
     of_keys = page.partition("## Keys")[2]
-    assert sorted(re.findall(r"`(\w+)`", of_keys)) == sorted(keys())
+    assert sorted(re.findall(r"`(\w+)`", of_keys)) == sorted(KEYS)
 
 
 def test_the_reference_holds_every_key_metric_command_exit_code_and_name() -> None:
     reference = tool("reference")
     keys_page = reference.keys_page()
     listed = {row[1] for row in re.finditer(r"^\| `(\w+)` \|", keys_page, re.M)}
-    assert listed == set(keys())
+    assert listed == set(KEYS)
     for key in (key for section in SECTIONS for key in section.declared()):
         row = next(line for line in keys_page.splitlines() if line.startswith(f"| `{key.name}` |"))
         assert reference._plain(key.sentence).replace("|", r"\|") in row

@@ -6,7 +6,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from maxbatch.config.keys import Fixes, Key, Shared
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 
 PAGE = Path(__file__).parents[1] / "depends.md"
 BEGIN, END = "<!-- keys: begin -->\n", "<!-- keys: end -->\n"
@@ -35,7 +35,7 @@ def resumed(key: Key) -> str:
 def table() -> str:
     """Returns a row for each group of keys that hosts and resumes treat alike."""
     groups: dict[tuple[str, str], list[str]] = defaultdict(list)
-    for key in keys().values():
+    for key in KEYS.values():
         groups[_HOSTS[key.shared], resumed(key)].append(key.name)
     lines = ["| keys | hosts must share | a resume with another value |\n", "|---|---|---|\n"]
     lines += [f"| {', '.join(f'`{name}`' for name in names)} | {a} | {b} |\n" for (a, b), names in groups.items()]

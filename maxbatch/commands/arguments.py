@@ -87,13 +87,13 @@ def on_machine(
 
 def config_arguments(args: argparse.Namespace) -> tuple[str | None, list[str]]:
     """Returns the config file, at most one, and the overrides of the arguments."""
-    from maxbatch.config.loading import keys
+    from maxbatch.config.sections import KEYS
 
     files = [text for text in args.config if "=" not in text]
     overrides = [text for text in args.config if "=" in text]
     for text in files:
-        if text in keys() and not os.path.exists(text):
-            raise ConfigError(f"{text}: an override is key=value; works: {text}={keys()[text].default}")
+        if text in KEYS and not os.path.exists(text):
+            raise ConfigError(f"{text}: an override is key=value; works: {text}={KEYS[text].default}")
     if len(files) > 1:
         first, second = map(shown, files[:2])
         raise ConfigError(f"{second}: only one config file is read ({first}); an override is key=value")

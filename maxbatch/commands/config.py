@@ -14,11 +14,11 @@ from rich.table import Table
 
 from maxbatch.commands.arguments import add_config, config_arguments
 from maxbatch.config.keys import Fixes, Key
-from maxbatch.config.loading import Setting, find_config, keys, resolve
+from maxbatch.config.loading import Setting, find_config, resolve
 from maxbatch.config.matrices import model_size
-from maxbatch.config.sections import SECTIONS, ModelConfig, names_of
+from maxbatch.config.sections import KEYS, SECTIONS, ModelConfig, names_of
 from maxbatch.config.unknown import hint
-from maxbatch.config.values import NUMBERS, TEXTS, shown
+from maxbatch.config.values import NUMBERS, TEXTS, shown, value_text
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded
 from maxbatch.system.terminal import PipeConsole
@@ -44,17 +44,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints every key of a config, or all facts about one; returns the exit code."""
-    asked = [text for text in args.config if text in keys()]
+    asked = [text for text in args.config if text in KEYS]
     if len(asked) > 1:
         raise ConfigError(f"{' '.join(asked)}: one key at a time; works: maxbatch config {asked[0]}")
-    args.config = [text for text in args.config if text not in keys()]
+    args.config = [text for text in args.config if text not in KEYS]
     path, overrides = config_arguments(args)
     if path is not None and not os.path.exists(str(find_config(path))) and not re.search(r"[/.]", path):
-        raise ConfigError(f"{shown(path)}: unknown key{hint(path, keys())}")
+        raise ConfigError(f"{shown(path)}: unknown key{hint(path)}")
     settings = resolve(path, overrides)
     sections = {
         (heading := section.heading().partition(":")[0]): [
-            _facts(keys()[key.name], settings[key.name]) | {"section": heading} for key in section.declared()
+            _facts(KEYS[key.name], settings[key.name]) | {"section": heading} for key in section.declared()
         ]
         for section in SECTIONS
     }
@@ -145,6 +145,6 @@ def _facts(key: Key, setting: Setting) -> dict[str, Any]:
 
 def _text(key: Key, setting: Setting) -> str:
     is_default = setting.layer == "base.yml" and not setting.displaced_by
-    text = key.default if is_default else key.write(setting.value)
+    text = key.default if is_default else value_text(setting.value)
     is_plain = key.kind not in TEXTS or (text and text == text.strip() and text.isprintable())
     return text if is_plain else json.dumps(text, ensure_ascii=False)

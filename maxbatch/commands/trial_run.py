@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 from maxbatch.config.config import Config
 from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.loading import keys, load_config
+from maxbatch.config.loading import load_config
 from maxbatch.config.recipes import Recipe
+from maxbatch.config.sections import KEYS
+from maxbatch.config.values import value_text
 from maxbatch.data.stream.faults import data_faults
 from maxbatch.plan.mesh_shape import AXES, BATCH_AXES, axis_key
 from maxbatch.system.errors import EXIT_DONE, ConfigError
@@ -57,7 +59,7 @@ class TinyRun(NamedTuple):
     def config(self, run_dir: str) -> Config:
         """Returns its config, with every key stated in the highest layer, above the environment."""
         stated = self.keys | {"run_dir": run_dir}
-        return load_config(overrides=[f"{name}={key.write(stated[name])}" for name, key in keys().items()])
+        return load_config(overrides=[f"{name}={value_text(stated[name])}" for name in KEYS])
 
     @property
     def num_devices(self) -> int:

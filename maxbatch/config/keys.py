@@ -104,6 +104,11 @@ class Key(Scalar):
     shared: Shared
     changes: str  # the effect of a resume with another value, in words; "": none
 
+    @functools.cached_property
+    def default_value(self) -> Value:
+        """Its default, parsed."""
+        return self.read(self.default)
+
     @property
     def maxtext_name(self) -> str | None:
         """Its name in MaxText's configs, or None."""
@@ -125,21 +130,8 @@ class Keyed(Protocol):
     def __getitem__(self, name: str, /) -> Any: ...
 
 
-class _Row(NamedTuple):
-    """The facts of a key beside its name and its type."""
-
-    default: str
-    sentence: str
-    fixes: Fixes
-    bounds: Bounds | None
-    unit: str
-    choices: tuple[str, ...]
-    part: Part | None
-    maxtext: str | None
-    warm_start: bool
-    chooses: str
-    shared: Shared | None
-    changes: str | None
+class _Row(dict[str, Any]):
+    """The facts of a key beside its name and its type, as arguments of `Key`."""
 
 
 def key(
@@ -163,8 +155,10 @@ def key(
       shared: the aspect that hosts must share; None: of a place the content, of a local place nothing, else the value.
       changes: the effect of a resume with another value, in words; "": none; None: its section's.
     """
-    facts = (bounds, unit, choices, part, maxtext, warm_start, chooses, shared, changes)
-    return cast(_T, _Row(_text(default), sentence, fixes, *facts))
+    return cast(_T, _Row(
+        default=_text(default), sentence=sentence, fixes=fixes, bounds=bounds, unit=unit, choices=choices, part=part,
+        maxtext=maxtext, warm_start=warm_start, chooses=chooses, shared=shared, changes=changes,
+    ))  # fmt: skip
 
 
 def _text(default: Any) -> str:
@@ -299,7 +293,7 @@ def _key(name: str, hint: Any, row: _Row, changes: str) -> Key:
         kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     kind, nullable = kinds[0], kinds != [hint]
     named = kind.__metadata__[0] if get_origin(kind) is Annotated else _KINDS.get(kind, "choice")
-    facts = row._asdict() | ({"choices": get_args(kind)} if get_origin(kind) is Literal else {})
-    facts["shared"] = row.shared or _SHARED_BY_KIND.get(named, Shared.VALUE)
-    facts["changes"] = changes if row.changes is None else row.changes
+    facts = row | ({"choices": get_args(kind)} if get_origin(kind) is Literal else {})
+    facts["shared"] = facts["shared"] or _SHARED_BY_KIND.get(named, Shared.VALUE)
+    facts["changes"] = changes if facts["changes"] is None else facts["changes"]
     return Key(name, named, nullable=nullable, **facts)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from maxbatch.config.base_yml import base_path, base_yml
 from maxbatch.config.config import Config
-from maxbatch.config.keys import Entry, Fixes, Key, Part
+from maxbatch.config.keys import Entry, Fixes, Part
 from maxbatch.config.paths import configs_dir, place_fault, presets
 from maxbatch.config.rules import PRETRAINING_BATCH, check_rules, displaced, refuse_pairs_without_prompts
 from maxbatch.config.sections import KEYS, names_fixing, names_of
@@ -29,7 +29,6 @@ _ENVIRONMENT = "MAXBATCH_"
 _MOST_FILES = 8  # of a chain of base_config
 AUTO = "auto"  # the model_name that takes the model keys from a Hugging Face folder
 _FORM = frozenset(names_fixing(Fixes.FORM))
-_KEYS = {key.name: key for key in KEYS}
 
 
 class Setting(NamedTuple):
@@ -109,7 +108,7 @@ def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
     by = settings[enabled].displaced_by
     if by in ("", "batch_size") or any(settings[name].value != _base_layer()[name].value for name in others):
         return None
-    batch = f"{by}={keys()[by].write(settings[by].value)}"
+    batch = f"{by}={value_text(settings[by].value)}"
     return f"{enabled}=true has no effect: {batch} replaces the ramp"
 
 
@@ -159,14 +158,14 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
         _apply(settings, layer)
         _settle_run_dir(settings, layer)
     values = _values(settings)
-    check_rules(Config.of(values), keys())
+    check_rules(Config.of(values))
     if not any("batch_size" in layer for layer in [*below[1:], *above]):
         in_files = [layer for layer in above if {"micro_batch_size", "gradient_accumulation_steps"} <= layer.keys()]
         places = [layer["micro_batch_size"].where.rpartition(":")[0] for layer in in_files]
         file = next(filter(None, places), None)  # one that states both has Axolotl's words
         imports = {"micro_batch_size": f"maxbatch import axolotl {file}"} if file else {}
         refuse_pairs_without_prompts(values, _values(_base_layer()), imports)
-    return {name: settings[name] for name in keys()}
+    return {name: settings[name] for name in KEYS}
 
 
 def dump_config(config: Config) -> str:
@@ -174,21 +173,16 @@ def dump_config(config: Config) -> str:
     from maxbatch.config.yaml_file import quoted
 
     left_out = () if config.batch_size is None else PRETRAINING_BATCH
-    written = {name: key.write(config[name]) for name, key in keys().items() if name not in left_out}
+    written = {name: value_text(value) for name, value in config.items() if name not in left_out}
     for name, text in written.items():
-        if keys()[name].kind in TEXTS and config[name] is not None:
+        if KEYS[name].kind in TEXTS and config[name] is not None:
             written[name] = quoted(text)
     return "".join(f"{name}: {text}\n" for name, text in written.items())
 
 
-def keys() -> Mapping[str, Key]:
-    """Returns every config key by name, with its default, in the order of base.yml."""
-    return _KEYS
-
-
 @functools.cache
 def _base_layer() -> _Layer:
-    return {name: Setting(key.read(key.default), "base.yml") for name, key in _KEYS.items()}
+    return {name: Setting(key.default_value, "base.yml") for name, key in KEYS.items()}
 
 
 def _refuse_edited_base() -> None:
@@ -301,7 +295,7 @@ def _environment() -> list[Entry]:
     for variable, text in sorted(os.environ.items()):
         if variable.startswith(_ENVIRONMENT):
             name = variable.removeprefix(_ENVIRONMENT)
-            if name != name.upper() or name.lower() not in keys():
+            if name != name.upper() or name.lower() not in KEYS:
                 faults.append(f"environment variable {shown(variable)}: names no config key{_hint(name)}")
             stated.append(Entry(name.lower(), text, True, f"environment variable {variable}"))
     if faults:
@@ -312,7 +306,7 @@ def _environment() -> list[Entry]:
 def _hint(name: str) -> str:
     from maxbatch.config.unknown import hint
 
-    said, separator, near = hint(name.lower(), keys()).partition("; nearest: ")
+    said, separator, near = hint(name.lower()).partition("; nearest: ")
     return f"; nearest: {_ENVIRONMENT}{near.upper()}" if separator else said
 
 
@@ -322,7 +316,7 @@ def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: st
     Beside an unknown key, a key of the batch of prompts counts as another framework's word, unless such a batch is
     stated.
     """
-    known = keys().keys() | {"base_config"}
+    known = KEYS.keys() | {"base_config"}
     layers = [layer for layer in (*below, *above) if any(entry.name not in known for entry in layer.entries)]
     if not layers:
         return
@@ -349,7 +343,7 @@ def _refuse_unknown(below: Sequence[_Stated], above: Sequence[_Stated], path: st
 
     in_file = any(entry.where and entry.name not in known for layer in (*below, *above) for entry in layer.entries)
     own = {entry.name: entry.text for entry in entries_of if entry.name in known - foreign}
-    raise UnknownKeys(unknown, keys(), str(path) if in_file else None, settled, own)
+    raise UnknownKeys(unknown, str(path) if in_file else None, settled, own)
 
 
 def _overrides(overrides: Sequence[str]) -> list[Entry]:
@@ -374,7 +368,7 @@ def _read(entry: Entry) -> Value:
     if entry.name == "base_config":
         raise ConfigError(f"{where}base_config={shown(entry.text)}: is a key of config files only")
     try:
-        return keys()[entry.name].read(entry.text, entry.plain)
+        return KEYS[entry.name].read(entry.text, entry.plain)
     except ConfigError as error:
         raise ConfigError(f"{where}{error}") from None
 

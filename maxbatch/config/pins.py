@@ -9,9 +9,8 @@ from collections.abc import Mapping
 
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes, Shared
-from maxbatch.config.loading import keys
-from maxbatch.config.sections import THE_BATCH, names_fixing
-from maxbatch.config.values import Value, shown
+from maxbatch.config.sections import KEYS, THE_BATCH, names_fixing
+from maxbatch.config.values import Value, shown, value_text
 from maxbatch.config.yaml_file import entries
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
@@ -20,10 +19,10 @@ from maxbatch.system.storage import AnyPath
 def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
     """Returns the facts of a config that hosts compare before they read any data, as texts by key."""
     facts = {}
-    for name, key in keys().items():
+    for name, key in KEYS.items():
         value = config[name]
         if key.shared is Shared.VALUE:
-            facts[name] = key.write(value)
+            facts[name] = value_text(value)
         elif key.shared is not Shared.NOTHING:
             facts[name] = "stated" if value else "not stated"
     return facts
@@ -31,7 +30,7 @@ def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
 
 def texts_fixing(what: Fixes, config: Mapping[str, Value]) -> dict[str, str]:
     """Returns the values of the keys that fix any of the named properties, as texts by key."""
-    return {name: keys()[name].write(config[name]) for name in names_fixing(what)}
+    return {name: value_text(config[name]) for name in names_fixing(what)}
 
 
 THE_CUT = "only the micro-batches"
@@ -39,7 +38,7 @@ THE_CUT = "only the micro-batches"
 
 def states_batch(name: str) -> bool:
     """Returns whether a key states the batch in samples."""
-    return keys()[name].changes == THE_BATCH
+    return KEYS[name].changes == THE_BATCH
 
 
 def read_written(path: AnyPath) -> Config | None:
@@ -49,7 +48,7 @@ def read_written(path: AnyPath) -> Config | None:
     """
     try:
         texts = {entry.name: (entry.text, entry.plain) for entry in entries(path)}
-        return Config.of({name: key.read(*texts.get(name, (key.default,))) for name, key in keys().items()})
+        return Config.of({name: key.read(*texts.get(name, (key.default,))) for name, key in KEYS.items()})
     except ConfigError:
         return None
 
@@ -63,11 +62,11 @@ def changed_since(
     """
     states_prompts = previous["batch_size"] is not None  # then no key states the batch in samples
     lines = {}
-    for name, key in keys().items():
+    for name, key in KEYS.items():
         if previous[name] == config[name] or (states_prompts and states_batch(name)):
             continue
         if key.changes:
-            before, now = (_quoted(key.write(values[name])) for values in (previous, config))
+            before, now = (_quoted(value_text(values[name])) for values in (previous, config))
             what = of_batch if states_batch(name) else key.changes
             lines[name] = f"{name}: {before} before, {now} now: changes {what}"
     return lines

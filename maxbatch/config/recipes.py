@@ -9,17 +9,14 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Self
 
 from maxbatch.config.keys import Keyed, Section
-from maxbatch.config.sections import KEYS
-from maxbatch.config.values import Value
-from maxbatch.system.errors import ConfigError
+from maxbatch.config.sections import KEYS, AllKeys
 
 _TEXT = "text"  # the kind where no key chooses another
 _ROOM = "maxbatch.recipes"
-Fault = Callable[..., ConfigError]  # of a key, a rule and the nearest value
 
 
 class Recipe(Section):
@@ -61,7 +58,7 @@ class Recipe(Section):
     @classmethod
     def flagged(cls) -> list[Self]:
         """Returns the kinds that a flag chooses, the last declared first."""
-        flags = [kind for name, kind in reversed(list(choices().items())) if _kind_of_key(name) == "bool"]
+        flags = [kind for name, kind in reversed(list(choices().items())) if KEYS[name].kind == "bool"]
         return [found for found in map(_named, flags) if isinstance(found, cls)]
 
     @property
@@ -79,23 +76,23 @@ class Recipe(Section):
         """The setting that chooses it, with its consequence for records."""
         return f"{self.key}=true, whose records are {self.records}"
 
-    def check(self, values: Mapping[str, Value], fault: Fault) -> None:
+    def check(self, config: AllKeys) -> None:
         """Raises ConfigError for values of other keys that exclude this kind."""
 
 
 @functools.cache
 def choices() -> Mapping[str, str]:
     """Returns the keys that choose a kind of sample, in the order of base.yml, each with the kind."""
-    return {key.name: key.chooses for key in KEYS if key.chooses}
+    return {name: key.chooses for name, key in KEYS.items() if key.chooses}
 
 
-def check_kind(values: Mapping[str, Value], fault: Fault) -> None:
+def check_kind(config: AllKeys) -> None:
     """Raises ConfigError if two keys choose a kind, or if other values exclude the chosen kind."""
-    stated = [name for name in choices() if values[name]]
+    stated = [name for name in choices() if config[name]]
     if len(stated) > 1:
-        *others, chosen = sorted(stated, key=lambda name: _kind_of_key(name) != "bool")
-        raise fault(others[0], f"false beside {_named(choices()[chosen]).statement}", "false")
-    Recipe.of(values).check(values, fault)
+        *others, chosen = sorted(stated, key=lambda name: KEYS[name].kind != "bool")
+        raise config.fault(others[0], f"false beside {_named(choices()[chosen]).statement}", "false")
+    Recipe.of(config).check(config)
 
 
 def slots_per_sample(config: Keyed) -> int:
@@ -109,10 +106,6 @@ def _is_stated(config: Keyed, name: str) -> bool:
         return bool(config[name])
     except KeyError:
         return False
-
-
-def _kind_of_key(name: str) -> str:
-    return next(key.kind for key in KEYS if key.name == name)
 
 
 @functools.cache

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
-from maxbatch.config.keys import Key, Keyed, Part
+from maxbatch.config.keys import Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS, global_head_dim
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
-from maxbatch.config.sections import READY_TASKS, STORES, AllKeys, customised_tensors, names_of
+from maxbatch.config.sections import KEYS, READY_TASKS, STORES, AllKeys, customised_tensors, names_of
 from maxbatch.config.values import Value, in_runs, in_tokens, shown, value_text
 from maxbatch.system.errors import ConfigError
 
@@ -168,154 +167,153 @@ def check_vocabulary(values: Keyed, tokens: int) -> None:
         raise ConfigError(f"vocab_size={rows}: the {values['tokenizer_type']} tokenizer has {tokens} tokens; {works}")
 
 
-def check_rules(config: AllKeys, keys: Mapping[str, Key]) -> None:
+def check_rules(config: AllKeys) -> None:
     """Raises ConfigError for values that exclude each other, and for values that a type cannot check."""
-
-    def fault(name: str, rule: str, nearest: object = None) -> ConfigError:
-        return keys[name].fault(keys[name].write(config[name]), rule, nearest)
-
     family = FAMILIES[config.decoder_block]
     if all(config[name] is None for name in _LENGTHS):
         raise ConfigError(f"steps=null: one of {', '.join(_LENGTHS)} must set the length; works: steps=300")
     pair = ("global_batch_size", "gradient_accumulation_steps")
     if config.per_device_batch_size is None and any(config[name] is None for name in pair):
-        raise fault("per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16)
+        raise config.fault("per_device_batch_size", f"a number unless {' and '.join(pair)} are stated", 16)
     for name in _OTHER_BATCHES:
         if config.enable_rampup_batch_size and config[name] is not None:
             raise ConfigError(f"{name}={shown(str(config[name]))}: must not be stated beside "
                               f"enable_rampup_batch_size=true; works: {name}=null")  # fmt: skip
-    _check_decays(config, keys, fault)
+    _check_decays(config)
     if config.adam_scaling == "sde":
         for name, needed in (("opt_type", "adamw"), ("learning_rate_scaling", "sqrt")):
             if config[name] != needed:
                 rule = f"{needed} beside adam_scaling=sde, a rule for Adam with the square root"
-                raise fault(name, rule, needed)
+                raise config.fault(name, rule, needed)
     if config.packing_strategy == "best_fit" and not config.packing:
-        raise fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
-    check_kind(config, fault)
+        raise config.fault("packing_strategy", "concatenate where packing=false, which packs nothing", "concatenate")
+    check_kind(config)
     if config.load_full_state_path and config.load_parameters_path:
-        raise fault("load_full_state_path", "empty beside load_parameters_path: a run starts from one of them", '""')
+        raise config.fault(
+            "load_full_state_path", "empty beside load_parameters_path: a run starts from one of them", '""'
+        )
     flags = config.libtpu_flags
     if flags not in ("auto", "none") and not all(word.startswith("--") for word in flags.split() or [""]):
-        raise fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
+        raise config.fault("libtpu_flags", 'auto, none, or flags such as "--xla_enable_async_all_gather=true"', "auto")
     for name in customised_tensors(config):
         if config.remat_policy != "custom" and (family.has_experts or name not in KEPT_OF_EXPERTS):
             rule = "has an effect only with remat_policy=custom"
             raise ConfigError(f"{name}={config[name]}: {rule}; works: remat_policy=custom")
     if config.early_stopping_patience is not None and config.eval_interval == -1:
-        raise fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
+        raise config.fault("eval_interval", "at least 1 beside early_stopping_patience, which counts evals", 100)
     if config.eval_tasks:
         if config.eval_interval == -1:
-            raise fault("eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100)
+            raise config.fault("eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100)
     elif config.eval_tasks_limit is not None:
-        raise fault("eval_tasks_limit", "null without eval_tasks, whose documents it counts", "null")
-    _check_local_checkpoints(config, fault)
+        raise config.fault("eval_tasks_limit", "null without eval_tasks, whose documents it counts", "null")
+    _check_local_checkpoints(config)
     if config.lora_rank:
-        _check_adapters(config, fault)
+        _check_adapters(config)
     if not config.run_dir:
-        raise fault("run_dir", "the path of a folder", "runs/default")
+        raise config.fault("run_dir", "the path of a folder", "runs/default")
     heads, kv_heads = config.base_num_query_heads, config.base_num_kv_heads
     if heads % kv_heads and not family.has_latents:
         multiple = max(1, round(heads / kv_heads)) * kv_heads
-        raise fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
+        raise config.fault("base_num_query_heads", f"a multiple of base_num_kv_heads={kv_heads}", multiple)
     if config.head_dim % 2:
-        raise fault("head_dim", "even, since rotary embeddings turn pairs", config.head_dim + 1)
-    _check_family(config, keys, fault)
-    _check_layers(config, fault)
-    _check_cycle(config, fault)
-    _check_experts(config, keys, fault)
+        raise config.fault("head_dim", "even, since rotary embeddings turn pairs", config.head_dim + 1)
+    _check_family(config)
+    _check_layers(config)
+    _check_cycle(config)
+    _check_experts(config)
     if config.quantization == "int8":
-        _check_int8_sums(config, family.has_latents, fault)
+        _check_int8_sums(config, family.has_latents)
     warmup, decay = config.warmup_steps_fraction, config.wsd_decay_steps_fraction
     if config.learning_rate_schedule == "wsd" and warmup + decay > 1:
         rest = f"{max(0.0, 1 - warmup):.12g}"
         rule = f"at most {rest}, the share that warmup_steps_fraction={warmup:g} leaves"
-        raise fault("wsd_decay_steps_fraction", rule, rest)
+        raise config.fault("wsd_decay_steps_fraction", rule, rest)
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", config.profile_steps)
     if config.profile_steps and not (window and int(window[1]) < int(window[2])):
-        raise fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
+        raise config.fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
 
 
-def _check_local_checkpoints(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+def _check_local_checkpoints(config: AllKeys) -> None:
     """Raises ConfigError for local checkpoints without a place or a period, or in a run that cannot have them."""
     directory, period = config.local_checkpoint_directory, config.local_checkpoint_period
     if not directory:
         if period:
             rule = "0 without local_checkpoint_directory, each host's folder for them"
-            raise fault("local_checkpoint_period", rule, 0)
+            raise config.fault("local_checkpoint_period", rule, 0)
         return
     if not period:
-        raise fault("local_checkpoint_period", "at least 1 beside local_checkpoint_directory", 10)
+        raise config.fault("local_checkpoint_period", "at least 1 beside local_checkpoint_directory", 10)
     if not config.enable_checkpointing:
-        raise fault("enable_checkpointing", "true beside local_checkpoint_directory", "true")
+        raise config.fault("enable_checkpointing", "true beside local_checkpoint_directory", "true")
 
 
-def _check_decays(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+def _check_decays(config: AllKeys) -> None:
     """Raises ConfigError for a decay stated neither per update nor in tokens, or in an invalid number of tokens."""
     for per_update, name in _IN_TOKENS.items():
-        text = config[name]
-        if text is None:
+        if config[name] is None:
             if config[per_update] is None:
-                raise fault(per_update, f"a number unless {name} is stated", keys[per_update].default)
+                raise config.fault(per_update, f"a number unless {name} is stated", KEYS[per_update].default)
             continue
         takes_runs = name == "weight_decay_timescale"
-        _check_tokens(name, str(text), takes_runs, fault)
+        _check_tokens(config, name, takes_runs)
         if config.adam_scaling == "sde" and not takes_runs:
-            raise fault(name, "null beside adam_scaling=sde, which already makes the decays follow the batch", "null")
+            raise config.fault(
+                name, "null beside adam_scaling=sde, which already makes the decays follow the batch", "null"
+            )
     if config.parameter_average_half_life is not None:
-        name = "parameter_average_half_life"
-        _check_tokens(name, str(config[name]), False, fault)
+        _check_tokens(config, "parameter_average_half_life")
 
 
-def _check_tokens(name: str, text: str, takes_runs: bool, fault: Callable[..., ConfigError]) -> None:
-    """Raises ConfigError for text that is not a number of tokens, or of runs if `takes_runs`."""
+def _check_tokens(config: AllKeys, name: str, takes_runs: bool = False) -> None:
+    """Raises ConfigError for a key whose text is not a number of tokens, or of runs if `takes_runs`."""
+    text = str(config[name])
     runs = in_runs(text) if takes_runs else None
     if not (1 <= in_tokens(text) <= _MOST_TOKENS if runs is None else 1e-6 <= runs <= 1e6):
         rule = "a number of tokens from 1 to 2^63, such as 2Mt" + ", or of runs, such as 1.0run" * takes_runs
-        raise fault(name, rule, "1.0run" if takes_runs else "2Mt")
+        raise config.fault(name, rule, "1.0run" if takes_runs else "2Mt")
 
 
-def _check_adapters(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+def _check_adapters(config: AllKeys) -> None:
     """Raises ConfigError for adapters without a model to adapt, or in a run that cannot have them."""
     if config.load_full_state_path:
         rule = "0 beside load_full_state_path, whose optimizer has a state for every parameter; load_parameters_path "
-        raise fault("lora_rank", rule + "names the model to adapt", 0)
+        raise config.fault("lora_rank", rule + "names the model to adapt", 0)
     if not config.load_parameters_path:
-        raise fault("lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0)
+        raise config.fault("lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0)
 
 
-def _check_layers(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+def _check_layers(config: AllKeys) -> None:
     """Raises ConfigError for keys of a layer's form that exclude each other."""
     pattern = [word.strip() for word in config.attention_type.split(",")]
     if not set(pattern) <= {GLOBAL, LOCAL}:
-        raise fault("attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL)
+        raise config.fault("attention_type", f"{GLOBAL}, {LOCAL}, or several of them joined by commas", GLOBAL)
     if FAMILIES[config.decoder_block].has_delta_rule and config.attention_type != GLOBAL:
         rule = f"{GLOBAL} beside decoder_block={config.decoder_block}, whose attention has no windows"
-        raise fault("attention_type", rule, GLOBAL)
+        raise config.fault("attention_type", rule, GLOBAL)
     beside = f"beside attention_type={config.attention_type}"
     works = {"sliding_window_size": 1024} if LOCAL in pattern and not config.sliding_window_size else {}
     if config.chunk_attn_window_size and LOCAL in pattern:
-        raise _refusal(fault, "chunk_attn_window_size", f"0 {beside}", {"chunk_attn_window_size": 0} | works)
+        raise _refusal(config, f"0 {beside}", {"chunk_attn_window_size": 0} | works)
     if works:
-        raise _refusal(fault, "sliding_window_size", f"at least 1 {beside}", works)
+        raise _refusal(config, f"at least 1 {beside}", works)
     positions, length = config.trainable_position_size, config.max_target_length
     if 0 < positions < length:
-        raise fault("max_target_length", f"at most trainable_position_size={positions}", positions)
+        raise config.fault("max_target_length", f"at most trainable_position_size={positions}", positions)
     if config.rope_type == "longrope":
-        _check_factors(config, fault)
+        _check_factors(config)
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     if high < low:
-        raise fault("rope_high_freq_factor", f"at least rope_low_freq_factor={low:g}", 4 * low)
+        raise config.fault("rope_high_freq_factor", f"at least rope_low_freq_factor={low:g}", 4 * low)
 
 
-def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+def _check_cycle(config: AllKeys) -> None:
     """Raises ConfigError for layers that are not whole cycles of the forms that they repeat."""
     if not FAMILIES[config.decoder_block].has_cycle:
         return
     layers, length = config.base_num_decoder_layers, cycle_length(config)
     steps = ("interleave_moe_layer_step", "nope_layer_interval", "inhomogeneous_layer_cycle_interval")
     if too_long := {name: layers for name in steps if config[name] > layers}:
-        raise _refusal(fault, next(iter(too_long)), f"at most base_num_decoder_layers={layers}", too_long)
+        raise _refusal(config, f"at most base_num_decoder_layers={layers}", too_long)
     works: dict[str, object] = {}
     rule, last = f"a multiple of {length}, the layers of a cycle of forms", config.num_kv_shared_layers
     if layers % length:
@@ -327,21 +325,19 @@ def _check_cycle(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
         rule = rule if works else "false beside num_kv_shared_layers=0: no layer would have it"
         works["use_double_wide_mlp"] = "false"
     if works:
-        raise _refusal(fault, next(iter(works)), rule, works)
+        raise _refusal(config, rule, works)
     no_rope: dict[str, object] = {"temperature_tuning": "false"} if config.temperature_tuning else {}
     if no_rope and config.nope_layer_interval == -1:
-        raise _refusal(
-            fault, "temperature_tuning", "false beside nope_layer_interval=-1: all layers have RoPE", no_rope
-        )
+        raise _refusal(config, "false beside nope_layer_interval=-1: all layers have RoPE", no_rope)
     if config.nope_layer_interval != -1 and config.trainable_position_size > 0:
         rule = "-1 beside trainable_position_size, which leaves out RoPE"
-        raise _refusal(fault, "nope_layer_interval", rule, {"nope_layer_interval": -1} | no_rope)
+        raise _refusal(config, rule, {"nope_layer_interval": -1} | no_rope)
 
 
-def _refusal(fault: Callable[..., ConfigError], name: str, rule: str, works: Mapping[str, object]) -> ConfigError:
+def _refusal(config: AllKeys, rule: str, works: Mapping[str, object]) -> ConfigError:
     """Returns the refusal of a key's value; `works` holds all keys to change, this one first."""
-    first, *others = (f"{key}={value}" for key, value in works.items())
-    return fault(name, rule, " ".join([first.removeprefix(f"{name}="), *others]))
+    (name, nearest), *others = works.items()
+    return config.fault(name, rule, " ".join([str(nearest), *(f"{key}={value}" for key, value in others)]))
 
 
 # Keys without effect in a model without experts.
@@ -358,59 +354,59 @@ _NOT_OF_LATENTS = (
 )  # fmt: skip
 
 
-def _check_delta_rule(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+def _check_delta_rule(config: AllKeys) -> None:
     """Raises ConfigError for numbers of a gated delta rule, or of the attention beside it, that exclude each other."""
     heads, keys = config.gdn_num_value_heads, config.gdn_num_key_heads
     if heads % keys:
-        raise fault(
+        raise config.fault(
             "gdn_num_value_heads", f"a multiple of gdn_num_key_heads={keys}", max(1, round(heads / keys)) * keys
         )
     turned = int(config.head_dim * config.partial_rotary_factor)
     if turned % 2 or not turned:
         even = max(2, 2 * round(turned / 2)) / config.head_dim
         rule = f"such that head_dim={config.head_dim} times it is even, since rotary embeddings turn pairs"
-        raise fault("partial_rotary_factor", rule, f"{even:g}")
+        raise config.fault("partial_rotary_factor", rule, f"{even:g}")
 
 
-def _check_int8_sums(config: AllKeys, has_latents: bool, fault: Callable[..., ConfigError]) -> None:
+def _check_int8_sums(config: AllKeys, has_latents: bool) -> None:
     """Raises ConfigError for a product of a layer whose sums an int32 may not hold."""
     rule = f"smaller with quantization=int8: int32 holds the sums of at most {_MOST_INT8_TERMS:,} products"
     for name in ("base_emb_dim", "attention_output_dim", "base_mlp_dim", "base_moe_mlp_dim"):
         times = config.shared_experts or 1 if name == "base_moe_mlp_dim" else 1
         times = 2 if name == "base_mlp_dim" and config.use_double_wide_mlp else times
         if config[name] * times > _MOST_INT8_TERMS:
-            raise fault(name, rule, _MOST_INT8_TERMS // times)
+            raise config.fault(name, rule, _MOST_INT8_TERMS // times)
     width = global_head_dim(config)
     together = math.lcm(config.base_num_kv_heads, config.global_num_kv_heads or 1)
     if has_latents:
         width, together = config.qk_nope_head_dim + max(config.qk_rope_head_dim, config.v_head_dim), 1
     if config.base_num_query_heads * width > _MOST_INT8_TERMS:
-        raise fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
+        raise config.fault("base_num_query_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
     width, together = config.gdn_key_head_dim, config.gdn_num_key_heads
     if config.gdn_num_value_heads * width > _MOST_INT8_TERMS:
-        raise fault("gdn_num_value_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
+        raise config.fault("gdn_num_value_heads", rule, _MOST_INT8_TERMS // (width * together) * together)
 
 
-def _check_family(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+def _check_family(config: AllKeys) -> None:
     """Raises ConfigError for keys of forms that the family lacks, or of experts where it has none."""
     family = FAMILIES[config.decoder_block]
     block = f"decoder_block={family.decoder_block}"
 
     def stated(names: tuple[str, ...]) -> dict[str, object]:
         """Returns the defaults of the keys that differ from them."""
-        return {name: keys[name].default for name in names if config[name] != keys[name].read(keys[name].default)}
+        return {name: KEYS[name].default for name in names if config[name] != KEYS[name].default_value}
 
     lacks = tuple(name for name in _OF_SOME if name not in family.own_keys)
     if not _has_experts(config) and (works := stated(_OF_EXPERTS)):
         name, works = next(iter(works)), works | stated(lacks)
         others = ", ".join(name for name, other in FAMILIES.items() if other.has_experts)
         why = f"with num_experts={config.num_experts}" if family.has_experts else f"(experts are in {others})"
-        raise _refusal(fault, name, f"{works[name]} beside {block}, whose layers have no experts {why}", works)
+        raise _refusal(config, f"{works[name]} beside {block}, whose layers have no experts {why}", works)
     if works := stated((*lacks, *(_NOT_OF_LATENTS if family.has_latents else ()))):
         name = next(iter(works))
         having = ", ".join(other.decoder_block for other in FAMILIES.values() if name in other.own_keys)
         only = f" (only in {having})" if having else ""
-        raise _refusal(fault, name, f"{works[name]} beside {block}, which lacks it{only}", works)
+        raise _refusal(config, f"{works[name]} beside {block}, which lacks it{only}", works)
 
 
 def _has_experts(config: AllKeys) -> bool:
@@ -418,77 +414,77 @@ def _has_experts(config: AllKeys) -> bool:
     return family.has_experts and (config.num_experts > 1 or not family.has_experts_beside_mlp)
 
 
-def _check_experts(config: AllKeys, keys: Mapping[str, Key], fault: Callable[..., ConfigError]) -> None:
+def _check_experts(config: AllKeys) -> None:
     """Raises ConfigError for keys of experts, or of the family's own form, that exclude each other."""
     family, num_experts = FAMILIES[config.decoder_block], config.num_experts
-    block, refuse = f"decoder_block={family.decoder_block}", partial(_refusal, fault)
+    block = f"decoder_block={family.decoder_block}"
     if family.has_global_heads:
-        _check_global_heads(config, block, fault)
+        _check_global_heads(config, block)
     if not _has_experts(config):
         return
-    _check_narrow(config, block, fault)
+    _check_narrow(config, block)
     needs = {"norm_topk_prob": "true"} if family.always_normalises else {}
     needs = {"routed_score_func": "sigmoid", "norm_topk_prob": "false"} if family.weighs_inputs else needs
-    needed = {name: text for name, text in needs.items() if keys[name].write(config[name]) != text}
+    needed = {name: text for name, text in needs.items() if value_text(config[name]) != text}
     if num_experts < 2:
         choices, best, groups = config.num_experts_per_tok, config.topk_routing_group, max(1, config.n_routing_groups)
         least = max(8, groups * max(2, -(-choices // (best if 0 < best <= groups else groups))))
         several = {"num_experts": str(-(-least // groups) * groups)} | needed
-        raise refuse("num_experts", f"at least 2 beside {block}, whose layers have experts", several)
+        raise _refusal(config, f"at least 2 beside {block}, whose layers have experts", several)
     if needed:
-        name, value = next(iter(needed.items()))
+        value = next(iter(needed.values()))
         why = "always normalises" if family.always_normalises else "multiplies the experts' inputs by their scores"
-        raise refuse(name, f"{value} beside {block}, which {why}", needed)
+        raise _refusal(config, f"{value} beside {block}, which {why}", needed)
     if config.num_experts_per_tok > num_experts:
         groups, best = config.n_routing_groups, config.topk_routing_group
         most = min(best, groups) * (num_experts // groups) if groups > 0 and best > 0 else num_experts
-        raise fault("num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most))
+        raise config.fault("num_experts_per_tok", f"at most num_experts={num_experts}", max(1, most))
     if config.routed_bias_update_rate and not config.routed_bias:
-        raise fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
+        raise config.fault("routed_bias_update_rate", "0 beside routed_bias=false, which has no bias to step", 0)
     if config.routed_bias_update_rate and config.lora_rank:
-        raise fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
+        raise config.fault("routed_bias_update_rate", "0 beside lora_rank: only adapters are trained", 0)
     if family.expert_limit is not None and config.mlp_activations != "silu,linear":
-        raise fault("mlp_activations", f"silu,linear beside {block}, whose activation is fixed", "silu,linear")
+        raise config.fault("mlp_activations", f"silu,linear beside {block}, whose activation is fixed", "silu,linear")
     if not config.mlp_activations.endswith(",linear"):
-        raise fault("mlp_activations", f"gated beside {block}", "silu,linear")
+        raise config.fault("mlp_activations", f"gated beside {block}", "silu,linear")
     if family.has_latents:
-        _check_latents(config, fault, refuse)
+        _check_latents(config)
     if family.has_delta_rule:
-        _check_delta_rule(config, fault)
+        _check_delta_rule(config)
 
 
-def _check_global_heads(config: AllKeys, block: str, fault: Callable[..., ConfigError]) -> None:
+def _check_global_heads(config: AllKeys, block: str) -> None:
     """Raises ConfigError for sizes of global layers' heads, or for a RoPE, that do not suit the family."""
     heads, kv_heads = config.base_num_query_heads, config.global_num_kv_heads
     if kv_heads and heads % kv_heads:
         divisors = (number for number in range(1, heads + 1) if heads % number == 0)
         nearest = min(divisors, key=lambda number: abs(number - kv_heads))
-        raise fault("global_num_kv_heads", f"a divisor of base_num_query_heads={heads}, or 0", nearest)
+        raise config.fault("global_num_kv_heads", f"a divisor of base_num_query_heads={heads}, or 0", nearest)
     if config.rope_type != "default":
-        raise fault("rope_type", f"default beside {block}, which rotates a part of a head", "default")
+        raise config.fault("rope_type", f"default beside {block}, which rotates a part of a head", "default")
     if config.trainable_position_size != -1:
-        raise fault("trainable_position_size", f"-1 beside {block}, which rotates a part of a head", -1)
+        raise config.fault("trainable_position_size", f"-1 beside {block}, which rotates a part of a head", -1)
 
 
-def _check_narrow(config: AllKeys, block: str, fault: Callable[..., ConfigError]) -> None:
+def _check_narrow(config: AllKeys, block: str) -> None:
     """Raises ConfigError for a width of attention's output without which the family has no projection behind it."""
     width, stream = config.attention_output_dim, config.base_emb_dim
     if FAMILIES[config.decoder_block].has_narrow_experts and width in (-1, stream):
         rule = f"a width other than base_emb_dim={stream} beside {block}, which projects from the one to the other"
-        raise fault("attention_output_dim", rule, max(1, stream // 2))
+        raise config.fault("attention_output_dim", rule, max(1, stream // 2))
 
 
-def _check_latents(config: AllKeys, fault: Callable[..., ConfigError], refuse: Callable[..., ConfigError]) -> None:
+def _check_latents(config: AllKeys) -> None:
     """Raises ConfigError for numbers of DeepSeek's form that exclude each other."""
     experts, choices, layers = config.num_experts, config.num_experts_per_tok, config.base_num_decoder_layers
     groups, best = config.n_routing_groups, config.topk_routing_group
     if config.qk_rope_head_dim % 2:
-        raise fault("qk_rope_head_dim", "even, since rotary embeddings turn pairs", config.qk_rope_head_dim + 1)
+        raise config.fault("qk_rope_head_dim", "even, since rotary embeddings turn pairs", config.qk_rope_head_dim + 1)
     if config.first_num_dense_layers >= layers:
-        raise fault("first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1)
+        raise config.fault("first_num_dense_layers", f"less than base_num_decoder_layers={layers}", layers - 1)
     if groups == -1:
         if best != -1:
-            raise fault("topk_routing_group", "-1 beside n_routing_groups=-1, which makes no groups", -1)
+            raise config.fault("topk_routing_group", "-1 beside n_routing_groups=-1, which makes no groups", -1)
         return
     if experts % groups or (groups > 1 and experts < 2 * groups):
         sizes = [number for number in range(1, experts // 2 + 1) if experts % number == 0]
@@ -497,16 +493,16 @@ def _check_latents(config: AllKeys, fault: Callable[..., ConfigError], refuse: C
         works, fewest = {"n_routing_groups": nearest}, -(-choices // (experts // nearest))
         if best != -1 and not fewest <= best <= nearest:
             works["topk_routing_group"] = min(max(best, fewest), nearest)
-        raise refuse("n_routing_groups", rule, works)
+        raise _refusal(config, rule, works)
     if best > groups:
-        raise fault("topk_routing_group", f"at most n_routing_groups={groups}", groups)
+        raise config.fault("topk_routing_group", f"at most n_routing_groups={groups}", groups)
     if best != -1 and choices > best * (experts // groups):
         least = -(-choices // (experts // groups))
         rule = f"at least {least}: num_experts_per_tok={choices} experts need as many groups of {experts // groups}"
-        raise fault("topk_routing_group", rule, least)
+        raise config.fault("topk_routing_group", rule, least)
 
 
-def _check_factors(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
+def _check_factors(config: AllKeys) -> None:
     """Raises ConfigError unless longrope's factors are one positive number for each pair of a head."""
     pairs = int(config.head_dim * config.partial_rotary_factor) // 2
     ones = ",".join(["1"] * pairs)
@@ -518,6 +514,6 @@ def _check_factors(config: AllKeys, fault: Callable[..., ConfigError]) -> None:
 
     if wrong := [name for name in ("rope_short_factors", "rope_long_factors") if not fits(name)]:
         works = " ".join([ones, *(f"{name}={ones}" for name in wrong[1:])])
-        raise fault(wrong[0], f"{pairs} positive numbers joined by commas beside rope_type=longrope", works)
+        raise config.fault(wrong[0], f"{pairs} positive numbers joined by commas beside rope_type=longrope", works)
     if config.original_max_position_embeddings == 1:
-        raise fault("original_max_position_embeddings", "at least 2 beside rope_type=longrope", 4096)
+        raise config.fault("original_max_position_embeddings", "at least 2 beside rope_type=longrope", 4096)

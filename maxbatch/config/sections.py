@@ -26,7 +26,8 @@ from maxbatch.config.keys import (
     Words,
     key,
 )
-from maxbatch.config.values import Bounds
+from maxbatch.config.values import Bounds, value_text
+from maxbatch.system.errors import ConfigError
 
 # Bounds shared by several keys.
 POSITIVE, FROM_ZERO, COUNT, FROM_TWO = Bounds(above=0), Bounds(0), Bounds(1), Bounds(2)
@@ -600,21 +601,26 @@ class AllKeys(
 ):  # fmt: skip
     """Every key, as an attribute and as an item."""
 
+    def fault(self, name: str, rule: str, nearest: object = None) -> ConfigError:
+        """Returns the error for the value of a key: the rule that it breaks, and the nearest value that works."""
+        return KEYS[name].fault(value_text(self[name]), rule, nearest)
+
 
 SECTIONS: tuple[type[Section], ...] = AllKeys.__bases__
-KEYS: tuple[Key, ...] = tuple(key for section in SECTIONS for key in section.declared())
+# By name, in the order of base.yml.
+KEYS: Mapping[str, Key] = {key.name: key for section in SECTIONS for key in section.declared()}
 # Choices of remat_policy=custom per tensor of a layer, the default first; MaxText's names.
 REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}
 
 
 def names_fixing(what: Fixes) -> tuple[str, ...]:
     """Returns the keys that fix any of the named properties, in the order of base.yml."""
-    return tuple(key.name for key in KEYS if key.fixes & what)
+    return tuple(name for name, key in KEYS.items() if key.fixes & what)
 
 
 def names_of(part: Part) -> tuple[str, ...]:
     """Returns the keys of a part, in the order of base.yml."""
-    return tuple(key.name for key in KEYS if key.part is part)
+    return tuple(name for name, key in KEYS.items() if key.part is part)
 
 
 def customised_tensors(values: Mapping[str, object]) -> list[str]:

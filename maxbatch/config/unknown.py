@@ -12,10 +12,11 @@ import functools
 import re
 import shlex
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from maxbatch.config.keys import Entry, Key
+from maxbatch.config.keys import Entry
+from maxbatch.config.sections import KEYS
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
 from maxbatch.config.words.convert import OF_LOSS, Setting, converted, rampup_schedule, read_number
@@ -46,14 +47,13 @@ class UnknownKeys(ConfigError):
     """Entries with unknown keys; `on` adds the settings that work on a machine."""
 
     def __init__(
-        self, unknown: Sequence[Entry], keys: Mapping[str, Key], file: str | None, settled: Settled,
-        own: Mapping[str, str], machine: Machine | None = None,
+        self, unknown: Sequence[Entry], file: str | None, settled: Settled, own: Mapping[str, str],
+        machine: Machine | None = None,
     ) -> None:  # fmt: skip
         """Makes the error.
 
         Args:
           unknown: the unknown entries, at least one; a name with leading dashes was typed as a flag.
-          keys: those of the config.
           file: the config file, if an entry may be in it.
           settled: returns the config's values with these settings in place of the unknown entries, or None if they are
             refused.
@@ -61,19 +61,19 @@ class UnknownKeys(ConfigError):
           machine: the command line's machine; None: unknown.
         """
         super().__init__(*(entry.name for entry in unknown[:_MOST_ANSWERS]))
-        self._facts, self._machine = (unknown, keys, file, settled, own), machine or Machine()
+        self._facts, self._machine = (unknown, file, settled, own), machine or Machine()
 
     def __str__(self) -> str:
         return self._message
 
     @functools.cached_property
     def _message(self) -> str:
-        unknown, keys, file, settled, own = self._facts
-        setting, works = _settings(unknown, keys, settled, own, self._machine)
-        is_one = len({entry.name for entry in unknown if entry.name not in keys}) == 1
+        unknown, file, settled, own = self._facts
+        setting, works = _settings(unknown, settled, own, self._machine)
+        is_one = len({entry.name for entry in unknown if entry.name not in KEYS}) == 1
         answered = unknown[:_MOST_ANSWERS]
         most = 2 if is_one else 1
-        answers = [f"{shown(entry.name)}{hint(entry.name, keys, setting.is_of_prompts, most)}" for entry in answered]
+        answers = [f"{shown(entry.name)}{hint(entry.name, setting.is_of_prompts, most)}" for entry in answered]
         rest = len(unknown) - len(answers)
         said = "; ".join(answers) + (f"; and {rest} more" if rest > 0 else "")
         where = f"{unknown[0].where}: " if unknown[0].where and len(unknown) == 1 else ""
@@ -85,23 +85,22 @@ class UnknownKeys(ConfigError):
         return UnknownKeys(*self._facts, machine)
 
 
-def hint(name: str, keys: Iterable[str], is_of_prompts: bool = False, most: int = 2) -> str:
+def hint(name: str, is_of_prompts: bool = False, most: int = 2) -> str:
     """Returns a hint for an unknown name, for messages: its rows in the table of words, or the key it misspells.
 
     Args:
       name: the unknown name.
-      keys: those of the config.
       is_of_prompts: whether the config trains on prompts; prefers words of reinforcement learning.
       most: largest number of meanings of a word in the hint.
     """
     found = _for(name, is_of_prompts)[:most]
-    if key := _in_block(name, found, keys):
+    if key := _in_block(name, found):
         return f" is {key}: state it without the block"
-    if (key := _as_key(name, found)) in keys:
+    if (key := _as_key(name, found)) in KEYS:
         return ": config keys are stated without dashes" if name.startswith("-") else f": the key is {key}"
     if found:
         return f" {'; or '.join(row.answer() for row in found)}"
-    near = misspelt(name, keys)
+    near = misspelt(name)
     return f"; nearest: {near}" if near else "" if name.startswith("-") else " (maxbatch config lists the keys)"
 
 
@@ -118,11 +117,11 @@ def _for(name: str, is_of_prompts: bool) -> Sequence[Word]:
     return of_prompts if is_of_prompts and of_prompts else found
 
 
-def _in_block(name: str, found: Sequence[Word], keys: Iterable[str]) -> str | None:
+def _in_block(name: str, found: Sequence[Word]) -> str | None:
     """Returns the key at the end of a path in a nested file, unless a row without a pattern matches the path."""
     last = name.rpartition(".")[2]
     is_answered = any("*" not in row.word for row in found)
-    return last if last != name and last in keys and not is_answered else None
+    return last if last != name and last in KEYS and not is_answered else None
 
 
 def three_batches(batch: int, hosts: int | None) -> str:
@@ -149,7 +148,7 @@ def _sizeless(part: str) -> str:
     return part.removeprefix("micro").removeprefix("mini")
 
 
-def misspelt(name: str, keys: Iterable[str]) -> str | None:
+def misspelt(name: str) -> str | None:
     """Returns the key that a name misspells, with as many parts and each part similar; None if there is none."""
 
     def alike(one: str, other: str) -> float:
@@ -158,7 +157,7 @@ def misspelt(name: str, keys: Iterable[str]) -> str | None:
         return difflib.SequenceMatcher(None, one, other).ratio()
 
     name, found = name[:80].lower().replace("-", "_"), dict[str, float]()
-    for key in keys:
+    for key in KEYS:
         pairs = list(zip(name.split("_"), key.split("_"), strict=False))
         same_length = name.count("_") == key.count("_")
         glued = name.replace("_", "") == key.replace("_", "")
@@ -168,7 +167,7 @@ def misspelt(name: str, keys: Iterable[str]) -> str | None:
 
 
 def _settings(
-    unknown: Sequence[Entry], keys: Mapping[str, Key], settled: Settled, own: Mapping[str, str], machine: Machine
+    unknown: Sequence[Entry], settled: Settled, own: Mapping[str, str], machine: Machine
 ) -> tuple[Setting, str]:
     """Returns the config without the unknown entries, and the settings that replace them, if all can be replaced."""
     place_of: dict[str, Mapping[str, str]] = {entry.name: {} for entry in unknown}
@@ -179,9 +178,9 @@ def _settings(
         rows = {name: row._replace(here="-") if row and row.word == _EPOCHS else row for name, row in rows.items()}
     for entry in unknown:
         row = rows[entry.name]
-        key = _in_block(entry.name, [row] if row else [], keys) or (row.keys[0] if row and row.is_same else "")
+        key = _in_block(entry.name, [row] if row else []) or (row.keys[0] if row and row.is_same else "")
         key = key or _as_key(entry.name, [row] if row else [])
-        if key in keys:
+        if key in KEYS:
             place_of[entry.name] = {key: entry.text}
     setting = dataclasses.replace(setting, values=settled(place_of) or setting.values)
     batch = together(words, own, setting)

@@ -114,10 +114,6 @@ class Scalar:
             return self._bool(text)
         return self._choice("" if is_null and "" in self.choices else text)
 
-    def write(self, value: Value) -> str:
-        """Returns the text from which `read` restores the value."""
-        return value_text(value)
-
     def fault(self, text: str, rule: str, nearest: object = None) -> ConfigError:
         """Returns the error for a text: name, value, rule, and the nearest value that works."""
         works = "" if nearest is None else f"; works: {self.name}={nearest}"
@@ -175,7 +171,7 @@ class Scalar:
 
 
 def value_text(value: Value) -> str:
-    """Returns a value as written in configs: `null`, `true`, `10`."""
+    """Returns a value as written in configs, from which `Scalar.read` restores it: `null`, `true`, `10`."""
     if value is None:
         return "null"
     return str(value).lower() if isinstance(value, bool) else str(value)

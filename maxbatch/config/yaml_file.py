@@ -27,10 +27,9 @@ MERGED = "tag:maxbatch,2026:merged"  # marks a mapping whose keys `<<` has merge
 _TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in (
     "str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value"))  # fmt: skip
 # Keys that may be lists in a file: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
-_LISTS = frozenset(key.name for key in KEYS if key.kind == "paths")
+_LISTS = frozenset(name for name, key in KEYS.items() if key.kind == "paths")
 # Keys that may be lists of words in a file: [a, b] is "a,b".
-_WORD_LISTS = frozenset(key.name for key in KEYS if key.kind == "choices") | {"mlp_activations", "attention_type"}
-_NAMES = frozenset(key.name for key in KEYS)
+_WORD_LISTS = {"mlp_activations", "attention_type", *(name for name, key in KEYS.items() if key.kind == "choices")}
 
 
 def entries(path: AnyPath) -> Iterator[Entry]:
@@ -42,7 +41,7 @@ def entries(path: AnyPath) -> Iterator[Entry]:
     node = compose(path)
     if node is not None:
         for name, value_node, where in pairs(path, node):
-            if name not in _NAMES and _is_mapping(value_node) and value_node.value:
+            if name not in KEYS and _is_mapping(value_node) and value_node.value:
                 yield from _block(path, name, value_node)
             else:
                 yield _entry(name, value_node, where)
@@ -168,7 +167,7 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
         return Entry(name, ",".join(str(item.value) for item in node.value), False, where)
     if name == "dataset_path" and isinstance(node, yaml.MappingNode):
         return Entry(name, _in_braces(node, where), False, where)
-    if name not in _NAMES and not isinstance(node, yaml.ScalarNode):
+    if name not in KEYS and not isinstance(node, yaml.ScalarNode):
         return Entry(name, _as_json(node), False, where)  # refused later, with all unknown keys
     if not isinstance(node, yaml.ScalarNode):
         rule = "a path or a list of paths" if name in _LISTS else "one value, not a list or a mapping"

@@ -6,8 +6,7 @@ import itertools
 from collections.abc import Iterator
 
 from maxbatch.config.combined import PlanConfig
-from maxbatch.config.loading import keys
-from maxbatch.config.sections import RampConfig
+from maxbatch.config.sections import KEYS, RampConfig
 from maxbatch.config.values import exact
 from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.plan.rampup import RampupBatchManager
@@ -31,7 +30,7 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
     batches = [name for name in ("global_batch_size", "batch_size_schedule") if config.batch[name] is not None]
     if not config.ramp.enable_rampup_batch_size:
         names = [key.name for key in RampConfig.declared()]
-        if ramp := [name for name in names if config[name] != keys()[name].read(keys()[name].default)]:
+        if ramp := [name for name in names if config[name] != KEYS[name].default_value]:
             verb = "have" if len(ramp) > 1 else "has"
             reason = f": {stated(config, *batches)} replaces the ramp" if batches else (
                 " without enable_rampup_batch_size=true"

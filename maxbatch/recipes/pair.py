@@ -7,18 +7,17 @@ the prompt is their common beginning. A record becomes two consecutive documents
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from maxbatch.config.combined import StreamConfig
-from maxbatch.config.sections import DataConfig
-from maxbatch.config.values import Value, shown
+from maxbatch.config.sections import AllKeys, DataConfig
+from maxbatch.config.values import shown
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError
 from maxbatch.data.store.conversations import Conversations, Texts, extras_of, messages_of
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.split import Opened, Split
-from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.recipe import TrainedRecipe
 
 if TYPE_CHECKING:
@@ -91,9 +90,9 @@ class PairRecipe(TrainedRecipe):
     means = ("margin", "pair_accuracy")
     takes_parts = False
 
-    def check(self, values: Mapping[str, Value], fault: Callable[..., ConfigError]) -> None:
-        if values["dpo_algo"] == "orpo" and values["dpo_label_smoothing"]:
-            raise fault("dpo_label_smoothing", "0 beside dpo_algo=orpo, whose loss has none", "0")
+    def check(self, config: AllKeys) -> None:
+        if config.dpo_algo == "orpo" and config.dpo_label_smoothing:
+            raise config.fault("dpo_label_smoothing", "0 beside dpo_algo=orpo, whose loss has none", "0")
 
     def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> PairRecords:
         return PairRecords(tokenizer, completion_only=True, skip_bad_records=config.skip_bad_records)

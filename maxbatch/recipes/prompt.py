@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.values import Value
-from maxbatch.system.errors import ConfigError
+from maxbatch.config.sections import AllKeys
 from maxbatch.training.update.recipe import TrainedRecipe
 
 # Keys with values that maxbatch rl cannot have, with rule and working value.
@@ -33,27 +32,28 @@ class PromptRecipe(TrainedRecipe):
     def statement(self) -> str:
         return f"{self.key}, which states a batch of prompts for maxbatch rl"
 
-    def check(self, values: Mapping[str, Value], fault: Callable[..., ConfigError]) -> None:
-        if values["warm_start_steps"] and not values["enable_checkpointing"]:
-            steps = values["warm_start_steps"]
+    def check(self, config: AllKeys) -> None:
+        if config.warm_start_steps and not config.enable_checkpointing:
+            steps = config.warm_start_steps
             rule = f"true beside warm_start_steps={steps}, whose parameters the run keeps in a checkpoint"
-            raise fault("enable_checkpointing", rule, "true")
+            raise config.fault("enable_checkpointing", rule, "true")
         for name, (rule, works) in _REFUSED.items():
-            if values[name]:
-                raise fault(name, rule, works)
-        if values["lora_rank"] and values["warm_start_steps"]:
-            raise fault("warm_start_steps", "0 beside lora_rank: adapters adapt the model of load_parameters_path", 0)
-        if FAMILIES[str(values["decoder_block"])].has_experts:
-            _check_experts(values, fault)
+            if config[name]:
+                raise config.fault(name, rule, works)
+        if config.lora_rank and config.warm_start_steps:
+            rule = "0 beside lora_rank: adapters adapt the model of load_parameters_path"
+            raise config.fault("warm_start_steps", rule, 0)
+        if FAMILIES[config.decoder_block].has_experts:
+            _check_experts(config)
 
 
-def _check_experts(values: Mapping[str, Value], fault: Callable[..., ConfigError]) -> None:
-    if float(str(values["capacity_factor"])) > 0:
+def _check_experts(config: AllKeys) -> None:
+    if config.capacity_factor > 0:
         rule = "-1 beside batch_size: the capacity counts a whole row, and sampling does not know its length"
-        raise fault("capacity_factor", rule, -1)
+        raise config.fault("capacity_factor", rule, -1)
     for name in _ROUTER_LOSSES:
-        if values[name]:
-            raise fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)
+        if config[name]:
+            raise config.fault(name, "0 beside batch_size: maxbatch rl does not add the losses of a router", 0)
 
 
 RECIPE = PromptRecipe()

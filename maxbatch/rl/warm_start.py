@@ -13,8 +13,7 @@ import jax
 
 from maxbatch.config.combined import PromptConfig, UpdateConfig
 from maxbatch.config.config import Config
-from maxbatch.config.loading import keys
-from maxbatch.config.sections import RLConfig
+from maxbatch.config.sections import KEYS, RLConfig
 from maxbatch.config.values import Value
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.parallel.hosts import broadcast
@@ -67,7 +66,7 @@ def worked_examples(config: PromptConfig, count: int) -> Iterator[str]:
 
 def pretraining(config: RLConfig, batch: RLBatch, folder: AnyPath, documents: str) -> dict[str, Value]:
     """Returns the keys that the warm start changes; it has the same model and devices, and one document per row."""
-    defaults = {name: key.read(key.default) for name, key in keys().items() if not key.warm_start}
+    defaults = {name: key.default_value for name, key in KEYS.items() if not key.warm_start}
     return defaults | {
         "batch_size": None,
         "per_device_batch_size": batch.micro_batch_size // batch.num_trainer_devices or 1,

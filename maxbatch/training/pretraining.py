@@ -16,10 +16,9 @@ from jax.sharding import Mesh
 from maxbatch.config.combined import PlanConfig, ProgramsConfig
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import keys
 from maxbatch.config.pins import facts_of, texts_fixing
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.sections import EvaluationConfig
+from maxbatch.config.sections import KEYS, EvaluationConfig
 from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import is_loading
@@ -598,7 +597,7 @@ class RunningPretraining:
             asks = prompt_flag(answers.tokenizer.decode(question.prompt))
         else:
             asks = " --chat"
-            if config.generate_prompt != keys()["generate_prompt"].default:
+            if config.generate_prompt != KEYS["generate_prompt"].default:
                 asks += prompt_flag(config.generate_prompt)
                 ids = prompts.ids([{"role": "user", "content": config.generate_prompt}])
                 question = Question(ids.tolist()[: config.max_target_length - 1], [])

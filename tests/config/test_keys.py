@@ -12,7 +12,6 @@ from maxbatch import ConfigError, load_config
 from maxbatch.config import base_yml as of_base
 from maxbatch.config.base_yml import base_path, base_yml
 from maxbatch.config.keys import Fixes, Key, Part
-from maxbatch.config.loading import keys
 from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import KEYS, SECTIONS, names_fixing, names_of
 from maxbatch.config.values import NUMBERS, TEXTS
@@ -25,15 +24,15 @@ COMMENTS = {line.partition(":")[0]: line.partition("#")[2].strip() for line in L
 def test_base_yml_is_what_its_command_writes() -> None:
     assert base_path().read_text() == base_yml(), "run python -m maxbatch.config.base_yml"
     assert {
-        entry.name: (entry.text, entry.plain or keys()[entry.name].kind in TEXTS) for entry in entries(base_path())
-    } == {key.name: (key.default, True) for key in KEYS}
+        entry.name: (entry.text, entry.plain or KEYS[entry.name].kind in TEXTS) for entry in entries(base_path())
+    } == {key.name: (key.default, True) for key in KEYS.values()}
 
 
 def test_base_yml_shows_the_sections_their_keys_and_their_sentences_once_and_in_their_order() -> None:
     shown = [re.match(r"# --- (.*?) -+$|(\w+):", line) for line in base_path().read_text().splitlines()]
     declared = [name for section in SECTIONS for name in (section.heading(), *(key.name for key in section.declared()))]
     assert [match[1] or match[2] for match in shown if match] == declared
-    assert {key.name: key.sentence for key in KEYS} == COMMENTS
+    assert {key.name: key.sentence for key in KEYS.values()} == COMMENTS
     assert len(KEYS) <= 230
 
 
@@ -51,15 +50,15 @@ def test_an_edited_base_yml_is_refused_whether_it_is_named_or_not(
 
 def test_every_default_is_a_value_that_its_row_allows() -> None:
     config = load_config()
-    assert {key.kind for key in KEYS} == {*NUMBERS, *TEXTS, "bool", "choice", "choices"}
-    for key in keys().values():
+    assert {key.kind for key in KEYS.values()} == {*NUMBERS, *TEXTS, "bool", "choice", "choices"}
+    for key in KEYS.values():
         assert config[key.name] == key.read(key.default), key
         assert bool(key.choices) == (key.kind in ("choice", "choices")), key
         assert key.kind in NUMBERS or not (key.bounds or key.unit), key
 
 
 def test_every_comment_in_base_yml_gives_unit_and_choices() -> None:
-    for key in KEYS:
+    for key in KEYS.values():
         comment = COMMENTS[key.name]
         assert comment and key.unit in comment, key
         page = re.search(r"docs/\w+\.md", comment) if key.name == "decoder_block" else None  # it lists the families
@@ -114,7 +113,7 @@ def test_the_stream_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
 
 
 def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> None:
-    assert set(keys()) - set(names_fixing(Fixes.PROGRAM)) == {
+    assert set(KEYS) - set(names_fixing(Fixes.PROGRAM)) == {
         "run_dir", "base_output_directory", "run_name",
         "model_name", "load_parameters_path", "load_full_state_path", "compiled_dir",
         "steps", "train_samples", "train_tokens", "num_epochs",
@@ -134,7 +133,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
 
 
 def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
-    assert {key.name for key in KEYS if not key.warm_start} == {
+    assert {key.name for key in KEYS.values() if not key.warm_start} == {
         "steps",  # set to warm_start_steps
         "base_output_directory", "run_name",  # the warm start has a run_dir of its own
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
@@ -161,6 +160,6 @@ def test_the_parts_of_the_config_name_the_keys_of_before() -> None:
 
 
 def test_a_key_is_called_as_in_maxtext_unless_its_row_says_otherwise() -> None:
-    assert keys()["per_device_batch_size"].maxtext_name == "per_device_batch_size"
-    assert keys()["num_epochs"].maxtext_name == "num_epoch"
-    assert keys()["train_samples"].maxtext_name is None
+    assert KEYS["per_device_batch_size"].maxtext_name == "per_device_batch_size"
+    assert KEYS["num_epochs"].maxtext_name == "num_epoch"
+    assert KEYS["train_samples"].maxtext_name is None

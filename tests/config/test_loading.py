@@ -14,9 +14,9 @@ from ml_collections import ConfigDict
 
 from maxbatch import BatchPlan, load_config
 from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import dump_config, keys, resolve
+from maxbatch.config.loading import dump_config, resolve
 from maxbatch.config.paths import configs_dir
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import KEYS, names_fixing
 from tests.helpers.configs import error_of, write
 from tests.helpers.huggingface_folders import WIDTH, tiny_llama_tensors, write_folder
 
@@ -123,7 +123,7 @@ def test_the_value_that_works_is_the_nearest_or_the_default(override: str, works
 def test_a_config_is_a_frozen_mapping_with_the_sections_of_its_keys() -> None:
     config = load_config(steps=3)
     assert config.steps == config["steps"] == dict(config)["steps"] == pickle.loads(pickle.dumps(config)).steps == 3
-    assert list(config) == list(keys()) and config.model.items() <= config.items()
+    assert list(config) == list(KEYS) and config.model.items() <= config.items()
     with pytest.raises(AttributeError, match="steps: a Config is frozen"):
         config.steps = 4  # type: ignore[misc]
     assert config.replaced({"steps": 4}) == load_config(steps=4) != config
@@ -231,7 +231,7 @@ def test_the_packaged_base_yml_as_config_or_as_base_changes_nothing(tmp_path: Pa
 def test_presets_hold_model_keys_and_the_large_ones_compute_in_bfloat16(preset: str) -> None:
     text = (configs_dir() / "models" / f"{preset}.yml").read_text()
     default, config = load_config(), load_config(overrides=[f"model_name={preset}"])
-    differing = {name for name in keys() if config[name] != default[name]} - {"model_name"}
+    differing = {name for name in KEYS if config[name] != default[name]} - {"model_name"}
     model = {*names_fixing(Fixes.MODEL)} - {"opt_type", "init_weights_seed"}
     # Published with the model.
     model |= {"load_balance_loss_weight", "load_balance_scope", "router_z_loss_weight", "routed_bias_update_rate"}

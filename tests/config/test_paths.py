@@ -14,13 +14,13 @@ from maxbatch.system.storage import as_path
 from tests.helpers.configs import error_of
 from tests.helpers.stores import Store
 
-PLACES = [key.name for key in KEYS if key.kind == "path"]
-LOCAL = [key.name for key in KEYS if key.kind == "local"]
-DATA = [key.name for key in KEYS if key.kind == "paths"]
+PLACES = [key.name for key in KEYS.values() if key.kind == "path"]
+LOCAL = [key.name for key in KEYS.values() if key.kind == "local"]
+DATA = [key.name for key in KEYS.values() if key.kind == "paths"]
 
 
 def test_every_key_that_names_a_place_is_a_path() -> None:
-    named = [key.name for key in KEYS if key.name.endswith(("_path", "_dir", "_directory"))]
+    named = [key.name for key in KEYS.values() if key.name.endswith(("_path", "_dir", "_directory"))]
     assert sorted(named) == sorted(PLACES + LOCAL + DATA)
 
 

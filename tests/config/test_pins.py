@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from maxbatch import load_config
 from maxbatch.config.keys import Key, Shared
-from maxbatch.config.loading import dump_config, keys
+from maxbatch.config.loading import dump_config
 from maxbatch.config.pins import changed_since, facts_of, read_written
-from maxbatch.config.sections import READY_TASKS
+from maxbatch.config.sections import KEYS, READY_TASKS
 from maxbatch.config.values import Value
 from maxbatch.parallel.agreement import differences
 
@@ -38,7 +38,7 @@ def other_values(key: Key) -> list[Value]:
 @st.composite
 def drawn(draw: st.DrawFn) -> tuple[str, Value, int, set[int]]:
     """A key, another value of it, a number of hosts, and the hosts with that value."""
-    key = draw(st.sampled_from(list(keys().values())))
+    key = draw(st.sampled_from(list(KEYS.values())))
     value = draw(st.sampled_from(other_values(key)))
     num_hosts = draw(st.integers(2, 5))
     others = draw(st.sets(st.integers(0, num_hosts - 1), min_size=1, max_size=num_hosts - 1))
@@ -55,7 +55,7 @@ def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harm
     changed = facts_of(DEFAULTS | {name: value})
     facts = [changed if host in others else FACTS for host in range(num_hosts)]
     found = differences(facts)
-    how = keys()[name].shared
+    how = KEYS[name].shared
     if how is Shared.NOTHING or (how is not Shared.VALUE and bool(value) == bool(DEFAULTS[name])):
         assert found == []
         return
@@ -68,7 +68,7 @@ def test_one_key_that_differs_on_some_hosts_is_named_with_both_values_or_is_harm
 
 def test_a_key_whose_value_hosts_need_not_share_names_a_place() -> None:
     """So a new key is compared by value unless its row states otherwise."""
-    for name, key in keys().items():
+    for name, key in KEYS.items():
         if key.shared is not Shared.VALUE:
             assert key.kind in PLACES or name == "reward"
         else:
@@ -109,8 +109,8 @@ def test_the_config_of_a_run_is_read_back_without_the_environment(
 
 
 def test_every_key_says_what_a_resume_changes_through_it() -> None:
-    assert {name for name, key in keys().items() if not key.changes} <= {
-        *(name for name, key in keys().items() if key.shared is not Shared.VALUE),
+    assert {name for name, key in KEYS.items() if not key.changes} <= {
+        *(name for name, key in KEYS.items() if key.shared is not Shared.VALUE),
         "run_name", "model_name", "heartbeat_timeout_s", "dataset_type", "text_field", "record_format",
         "grain_worker_count", "grain_prefetch_buffer_size", "reward_worker_count",
     }  # fmt: skip

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from maxbatch import BatchPlan, load_config
-from maxbatch.config.loading import keys
 from maxbatch.config.paths import configs_dir
+from maxbatch.config.sections import KEYS
 from maxbatch.huggingface.folder.config_json import model_keys
 from tests.helpers.published_models import PUBLISHED
 
@@ -23,6 +23,4 @@ def test_a_preset_plans(preset: str) -> None:
 def test_a_preset_has_the_keys_that_an_import_of_its_model_has(preset: str) -> None:
     config = load_config(overrides=[f"model_name={preset}"])
     imported = model_keys(PUBLISHED[preset].fields, preset)
-    assert {name: config[name] for name in imported} == {
-        name: keys()[name].read(text) for name, text in imported.items()
-    }
+    assert {name: config[name] for name in imported} == {name: KEYS[name].read(text) for name, text in imported.items()}

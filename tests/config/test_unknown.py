@@ -10,14 +10,14 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import misspelt
 from maxbatch.config.values import shown_path
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, rows
 from tests.helpers.configs import error_of, write
 
 WORDS = [row for row in rows() if "*" not in row.word]
-FOREIGN = [row for row in WORDS if row.word not in keys()]
+FOREIGN = [row for row in WORDS if row.word not in KEYS]
 
 
 def test_the_table_has_at_least_250_words_of_every_framework() -> None:
@@ -28,7 +28,7 @@ def test_the_table_has_at_least_250_words_of_every_framework() -> None:
 def test_every_row_names_keys_that_there_are_and_says_why() -> None:
     for row in rows():
         assert row.why and row.word == row.word.lower(), row
-        assert set(row.keys) <= set(keys()), row
+        assert set(row.keys) <= set(KEYS), row
         assert row.is_same + row.is_ignored + (row.here[0] in "~!") == 1, row
     pairs = [(row.word, name) for row in rows() for name in row.whose]
     assert len(pairs) == len(set(pairs))
@@ -61,7 +61,7 @@ def test_three_words_at_once_are_all_answered() -> None:
 
 def test_no_hint_by_spelling_names_a_key_of_another_meaning() -> None:
     for row in FOREIGN:
-        near = misspelt(row.word, keys())
+        near = misspelt(row.word)
         same = look_up(near) if near else None  # the key may be another framework's word of the same meaning
         assert near is None or near in row.keys or (same and same.here == row.here), (row.word, near)
 
@@ -76,12 +76,12 @@ def test_no_hint_by_spelling_names_a_key_of_another_meaning() -> None:
     ],
 )  # fmt: skip
 def test_a_hint_by_spelling_needs_every_part_of_the_name(name: str, near: str | None) -> None:
-    assert misspelt(name, keys()) == near
+    assert misspelt(name) == near
 
 
 def test_what_works_names_works() -> None:
     for row in (row for row in FOREIGN if row.is_same and look_up(row.word) is row):
-        text = keys()[row.keys[0]].default
+        text = KEYS[row.keys[0]].default
         text = {"null": "3", "": "here"}.get(text, text)
         message = error_of(overrides=(f"{row.word}={text}",))
         _, separator, works = message.partition("; works: ")

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.commands import COMMANDS
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 from maxbatch.config.words import rows
 
 WHYS = " ".join(row.why for row in rows())
@@ -39,8 +39,8 @@ def features() -> list[Feature]:
 
 
 def test_every_key_is_reachable_from_a_foreign_word() -> None:
-    reached = {key for row in rows() for key in row.keys} | {key.maxtext_name for key in keys().values()}
-    assert set(keys()) <= reached
+    reached = {key for row in rows() for key in row.keys} | {key.maxtext_name for key in KEYS.values()}
+    assert set(KEYS) <= reached
 
 
 def test_every_command_and_every_extra_is_reachable_from_a_foreign_word() -> None:
@@ -65,8 +65,8 @@ def test_the_features_are_there() -> None:
     for feature in features():
         for place in feature.places:
             command = place.removeprefix("maxbatch_")
-            assert place in keys() or (command in COMMANDS and command != place) or Path(place).suffix == ".md", place
+            assert place in KEYS or (command in COMMANDS and command != place) or Path(place).suffix == ".md", place
 
 
 def test_no_key_of_ours_is_denied_under_its_own_name() -> None:
-    assert [row for row in rows() if row.word in keys() and not row.keys] == []
+    assert [row for row in rows() if row.word in KEYS and not row.keys] == []

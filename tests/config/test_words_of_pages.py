@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import hint
 from maxbatch.config.words import look_up
 from tests.helpers.configs import error_of
@@ -189,18 +189,18 @@ def words(text: str) -> list[tuple[str, str]]:
 def test_every_word_of_a_page_has_its_right_answer(name: str) -> None:
     for word, expected in words(LISTS[name]):
         if expected == "=":
-            assert word in keys(), word
+            assert word in KEYS, word
         else:
-            answer = hint(word, keys(), is_of_prompts=name != "general" and word in OF_PROMPTS)
+            answer = hint(word, is_of_prompts=name != "general" and word in OF_PROMPTS)
             found = re.search(rf"(?<![\w-]){re.escape(expected)}(?!\w)", answer)
-            assert word not in keys() and found, (word, answer)
+            assert word not in KEYS and found, (word, answer)
 
 
 def test_every_identifier_of_the_page_on_batches_has_an_answer() -> None:
     spans = re.findall(r"`([^`\n]+)`", PAGE.read_text(encoding="utf-8"))
     identifiers = {word for span in spans for word in re.findall(r"(?<![\w./-])[A-Za-z]\w*_\w+(?![\w/-]|\.py)", span)}
     assert len(identifiers) > 40
-    assert [word for word in sorted(identifiers - NOT_SETTINGS) if word not in keys() and not look_up(word)] == []
+    assert [word for word in sorted(identifiers - NOT_SETTINGS) if word not in KEYS and not look_up(word)] == []
 
 
 @pytest.mark.parametrize(

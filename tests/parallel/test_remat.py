@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 from maxbatch.config.cycle import LayerForm
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.experts.routing import Slots
 from maxbatch.model.rope import rope_tables
@@ -54,9 +54,7 @@ def test_minimal_keeps_every_product_once(norms: str) -> None:
 
 
 def test_policies_are_ordered_by_what_they_keep() -> None:
-    kept = [
-        kept_values(policy) for policy in keys()["remat_policy"].choices if policy not in ("save_out_proj", "custom")
-    ]
+    kept = [kept_values(policy) for policy in KEYS["remat_policy"].choices if policy not in ("save_out_proj", "custom")]
     assert kept == sorted(kept, reverse=True)
 
 

@@ -280,7 +280,7 @@ class _Line:
         if command == "score":
             return [rng.choice(("run", "hf", *PATHS)), rng.choice(("data.jsonl", *PATHS))]
         if command == "config" and rng.random() < 0.3:
-            return [rng.choice((*(key.name for key in KEYS), *TEXTS))]
+            return [rng.choice((*KEYS, *TEXTS))]
         words = [rng.choice(("run.yml", *PATHS))] if rng.random() < 0.3 else []
         return words + list(TINY if command not in ("plan", "config") or rng.random() < 0.3 else ())
 
@@ -288,7 +288,7 @@ class _Line:
         rng = self._rng
         if rng.random() < 0.04:
             return f"{rng.choice((*TEXTS, 'batch_size', 'lr', 'per_device_batchsize'))}={rng.choice(NUMBERS)}"
-        key = rng.choice(KEYS)
+        key = rng.choice(list(KEYS.values()))
         return f"{key.name}={self._value(key)}"
 
     def _value(self, key: Key) -> str:

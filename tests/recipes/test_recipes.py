@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.loading import keys
 from maxbatch.config.recipes import choices, slots_per_sample
+from maxbatch.config.sections import KEYS
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.system.errors import ConfigError
@@ -74,4 +74,4 @@ def test_the_kind_of_a_plan_brings_neither_numpy_nor_jax() -> None:
 
 
 def test_a_key_that_chooses_a_kind_is_off_by_default() -> None:
-    assert {str(keys()[name].default) for name in choices()} == {"null", "false"}
+    assert {str(KEYS[name].default) for name in choices()} == {"null", "false"}

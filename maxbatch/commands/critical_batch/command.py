@@ -16,7 +16,7 @@ from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, 
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
 from maxbatch.commands.critical_batch.results import TOLERANCE_UNIT, Measurement
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 from maxbatch.config.values import SUFFIXES, Bounds, Scalar, exact
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page
@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=read_by(Scalar("", "quantity", Bounds(1)).read, f"a number of samples ({SUFFIXES})", "4K"),
     )  # fmt: skip
     parser.add_argument(
-        "--scaling", choices=keys()["learning_rate_scaling"].choices, default="sqrt",
+        "--scaling", choices=KEYS["learning_rate_scaling"].choices, default="sqrt",
         help="how the learning rate scales with the batch (default: sqrt, for Adam)",
     )  # fmt: skip
     parser.add_argument("--decay", action="store_true", help="let the rate of every branch fall to 0, as a run's does")

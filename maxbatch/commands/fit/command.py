@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from maxbatch.commands.arguments import config_arguments, count, local_path, note
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, smaller_targets
 from maxbatch.config.config import Config
-from maxbatch.config.loading import dump_config, keys, resolve
-from maxbatch.config.values import Value, shown_path
+from maxbatch.config.loading import dump_config, resolve
+from maxbatch.config.values import Value, shown_path, value_text
 from maxbatch.config.yaml_file import MOST_BYTES, compose
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import read_text
@@ -211,7 +211,7 @@ def write_choice(path: Path, config: Config, changes: Mapping[str, Value]) -> No
             return
         text = read_text(path, f"--write {path}", MOST_BYTES)
         for name, value in changes.items():
-            line = f"{name}: {keys()[name].write(value)}"
+            line = f"{name}: {value_text(value)}"
             text, replaced = re.subn(rf"(?m)^{name}\s*:[^#\n]*?(?=\s*(#|$))", line, text)
             if not replaced:
                 text = f"{text.rstrip()}\n{line}\n".lstrip()

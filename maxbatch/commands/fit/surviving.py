@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from maxbatch.commands.fit.choices import Choice, Wanted
-from maxbatch.config.loading import keys
+from maxbatch.config.values import value_text
 from maxbatch.plan.view import number_text
 from maxbatch.system.terminal import PipeConsole, PlainTable
 from maxbatch.training.compile.memory import gigabytes
@@ -42,7 +42,7 @@ class FittedMachine(NamedTuple):
             f"{self.choice.padded_share:.2%}",
             gigabytes(self.choice.verdict.needed_bytes),
             "-" if seconds is None else f"{seconds * 1e3:,.1f} ms",
-            " ".join(f"{name}={keys()[name].write(value)}" for name, value in changes.items()),
+            " ".join(f"{name}={value_text(value)}" for name, value in changes.items()),
         ]
 
 

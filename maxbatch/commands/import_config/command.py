@@ -34,12 +34,12 @@ from maxbatch.commands.import_config.translation import (
     Stated,
     Translation,
 )
-from maxbatch.config.loading import keys, load_config
+from maxbatch.config.loading import load_config
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
-from maxbatch.config.sections import PromptBatchConfig
+from maxbatch.config.sections import KEYS, PromptBatchConfig
 from maxbatch.config.unknown import IMPORTED
-from maxbatch.config.values import TEXTS, shown, shown_path
+from maxbatch.config.values import TEXTS, shown, shown_path, value_text
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
@@ -177,7 +177,7 @@ def _is_known(word: str, name: str) -> bool:
 
 
 def _is_ours(word: str, name: str) -> bool:
-    return name == "maxtext" and word in keys()
+    return name == "maxtext" and word in KEYS
 
 
 def _print(translation: Translation, name: str) -> None:
@@ -221,10 +221,10 @@ def written(translation: Translation, source: str) -> str:
     if not is_mixture_file(config.dataset_path):  # the file may be on another machine
         read_mixture(config.stream)
     lines = [f"# from {shown(source)} by maxbatch import"]
-    for name, key in keys().items():
+    for name, key in KEYS.items():
         if name in translation.settings:
             is_text = key.kind in TEXTS and config[name] is not None
-            lines.append(f"{name}: {quoted(key.write(config[name])) if is_text else translation.settings[name]}")
+            lines.append(f"{name}: {quoted(value_text(config[name])) if is_text else translation.settings[name]}")
     return "\n".join(lines) + "\n"
 
 

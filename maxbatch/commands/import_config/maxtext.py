@@ -12,10 +12,10 @@ from maxbatch.commands.import_config.maxtext_rl import RL_CONDITIONS, RL_RULES
 from maxbatch.commands.import_config.steps import take_orbax
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.loading import keys, load_config
+from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import presets
-from maxbatch.config.sections import REMAT_TENSORS
+from maxbatch.config.sections import KEYS, REMAT_TENSORS
 from maxbatch.config.values import shown
 from maxbatch.plan.mesh_shape import AXES, axis_key
 
@@ -136,7 +136,7 @@ FORMAT = Format(
         "follows": lambda _, word: follows(word),
         "is_of_run": lambda t, word: t.text(word) in ("-1", t.text("steps")),
         "is_weight_dtype": lambda t, word: t.text(word) == t.text("weight_dtype"),
-        "is_another_policy": lambda t, word: t.text(word) not in keys()["remat_policy"].choices,
+        "is_another_policy": lambda t, word: t.text(word) not in KEYS["remat_policy"].choices,
         "is_renamed": lambda _, word: word not in ("dpo.algo", "dpo.max_prompt_length"),
         "has_teacher": lambda t, _: t.states_below("student_overrides.", "teacher_overrides."),
     },

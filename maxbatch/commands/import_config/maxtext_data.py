@@ -9,7 +9,7 @@ from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.steps import take_tokenizer
 from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 
 _PIPELINES = {"olmo": "olmo_grain", "grain": "grain", "hf": "hf"}  # with the prefix of their words
 
@@ -71,7 +71,7 @@ def _of_pipelines(t: Translation, _: str) -> None:
     kind = _kind(t)
     for word in t.left():
         pipeline = word.partition("_")[0]
-        if _PIPELINES.get(pipeline, kind) != kind and word in t and word not in (*keys(), "hf_access_token"):
+        if _PIPELINES.get(pipeline, kind) != kind and word in t and word not in (*KEYS, "hf_access_token"):
             t.ignore(word, f"dataset_type={kind} does not read it")
 
 

@@ -16,7 +16,7 @@ _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
     name for name, family in FAMILIES.items() if family.always_normalises and not family.has_experts_beside_mlp
 )
-_ACTIVATIONS = next(key.choices for key in KEYS if key.name == "mlp_activations")
+_ACTIVATIONS = KEYS["mlp_activations"].choices
 _DEFAULTS = {
     "base_emb_dim": "2048", "base_num_query_heads": "16", "base_num_kv_heads": "16", "base_mlp_dim": "7168",
     "base_num_decoder_layers": "16", "head_dim": "128", "vocab_size": "32000", "logits_via_embedding": "false",

@@ -13,8 +13,8 @@ from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.commands.import_config.steps import take_rewards, take_tokenizer, without_balance
 from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.loading import keys
 from maxbatch.config.rules import PRETRAINING_BATCH
+from maxbatch.config.sections import KEYS
 from maxbatch.config.values import exact, shown
 from maxbatch.config.words import look_up
 from maxbatch.system.errors import ConfigError
@@ -31,7 +31,7 @@ def _is_rl(t: Translation, _: str) -> bool:
 def _unblock(t: Translation, word: str) -> None:
     """Takes a word below `rl` by its last name."""
     name = word.removeprefix(_BLOCK)
-    if name in keys() or name in _OF_BLOCK or look_up(name, "maxtext"):
+    if name in KEYS or name in _OF_BLOCK or look_up(name, "maxtext"):
         t.rename(word, name)
     else:
         t.refuse(word, "maxbatch rl has no such setting", is_essential=True)
@@ -126,5 +126,5 @@ RL_RULES: Mapping[str, Rule] = {
 RL_CONDITIONS: Mapping[str, Condition] = {
     "is_rl": _is_rl,
     "starts_later": lambda t, word: bool(t.number(word)),
-    "is_no_key": lambda _, word: word not in keys(),
+    "is_no_key": lambda _, word: word not in KEYS,
 }

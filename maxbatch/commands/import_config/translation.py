@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.config.keys import Fixes, Part
-from maxbatch.config.loading import keys, load_config
+from maxbatch.config.loading import load_config
+from maxbatch.config.sections import KEYS
 from maxbatch.config.values import shown
 from maxbatch.config.words import Word, look_up
 from maxbatch.system.errors import ConfigError
@@ -171,7 +172,7 @@ class Translation:
     def _settle(self, word: str, fate: str, why: str, settings: Mapping[str, str]) -> None:
         try:
             for name, text in settings.items():
-                keys()[name].read(text)
+                KEYS[name].read(text)
         except ConfigError as error:
             self._lack(word, str(error), is_essential=any(_states_run(name) for name in settings))
             return
@@ -230,7 +231,7 @@ class Translation:
         if "." in word and self.framework != "maxtext" and states_training(word) and not _says_nothing(name, value):
             self.refuse(word, "configures adapters or another objective; not imported", is_essential=True)
             return
-        is_ours = self.framework == "maxtext" and word in keys() and keys()[word].maxtext_name == word
+        is_ours = self.framework == "maxtext" and word in KEYS and KEYS[word].maxtext_name == word
         if is_ours and (row is None or row.word != word or row.here[0] == "!"):
             self.map(word, **{word: value})
         elif row is None:
@@ -306,7 +307,7 @@ def _says_nothing(name: str, value: str) -> bool:
 
 def _is_equal(key: str, left: str, right: str) -> bool:
     try:
-        return left == right or keys()[key].read(left) == keys()[key].read(right)
+        return left == right or KEYS[key].read(left) == KEYS[key].read(right)
     except ConfigError:
         return False
 
@@ -319,12 +320,12 @@ def states_training(word: str) -> bool:
 def _may_state_run(name: str) -> bool:
     """Returns whether a nested name states the run, as our key or as any framework's word."""
     row = look_up(name)
-    return name in keys() or (row is not None and (row.changes_data or any(_states_run(key) for key in row.keys)))
+    return name in KEYS or (row is not None and (row.changes_data or any(_states_run(key) for key in row.keys)))
 
 
 def _states_run(name: str) -> bool:
     """Returns whether a key states the batch, the length, the data or the model."""
-    key = keys()[name]
+    key = KEYS[name]
     stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
     is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")
     return is_model or key.part is Part.LENGTH or bool(key.fixes & stated)

@@ -24,7 +24,9 @@ from maxbatch.commands.report.runs import (
     panels,
     without_noise_scale,
 )
-from maxbatch.config.loading import keys, load_config
+from maxbatch.config.loading import load_config
+from maxbatch.config.sections import KEYS
+from maxbatch.config.values import value_text
 from maxbatch.data.stream.sources import samples_per_epoch_if_cached
 from maxbatch.pages.critical_batch_section import add_critical_batch
 from maxbatch.pages.page import Page, details, heading, paragraph, table
@@ -303,9 +305,7 @@ def config_differences(runs: Sequence[ReportedRun]) -> str:
     title = "where the runs differ"
     if len(configs) == 1:
         title, configs = "where it differs from base.yml", [("base.yml", load_config()), *configs]
-    texts = {
-        name: [key.write(config[name]) for _, config in configs] for name, key in keys().items() if name != "run_dir"
-    }
+    texts = {name: [value_text(config[name]) for _, config in configs] for name in KEYS if name != "run_dir"}
     rows = [[name, *values] for name, values in texts.items() if len(set(values)) > 1]
     found = table(["key", *(name for name, _ in configs)], rows) if rows else paragraph("No key differs.")
     return heading(f"Config, {title}") + found if configs else ""

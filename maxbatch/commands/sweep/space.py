@@ -11,7 +11,7 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from maxbatch.config.keys import Key
-from maxbatch.config.values import NUMBERS, exact, plain_number, shown
+from maxbatch.config.values import NUMBERS, exact, plain_number, shown, value_text
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class Choices:
     @classmethod
     def read(cls, key: Key, texts: Sequence[tuple[str, bool]]) -> Choices:
         """Reads a list of texts, each with whether it was written without quotes."""
-        values = tuple(key.write(key.read(text, plain)) for text, plain in texts)
+        values = tuple(value_text(key.read(text, plain)) for text, plain in texts)
         if not values:
             raise ConfigError(f"{key.name}: a list must hold at least one value; works: [{key.default}]")
         for value in values:
@@ -138,7 +138,7 @@ class Range:
     def text(self, value: Fraction | float | int) -> str:
         """Returns a value as text for an override; a suggested real has six digits."""
         text = f"{value:.6g}" if isinstance(value, float) else str(plain_number(value))
-        return self.key.write(self.key.read(text))
+        return value_text(self.key.read(text))
 
 
 Parameter = Choices | Range

@@ -14,10 +14,11 @@ import yaml
 
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.keys import Key
-from maxbatch.config.loading import keys, load_config
+from maxbatch.config.loading import load_config
 from maxbatch.config.paths import configs_dir
+from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import hint
-from maxbatch.config.values import Bounds, Scalar, Value, nearest_or_all, shown
+from maxbatch.config.values import Bounds, Scalar, Value, nearest_or_all, shown, value_text
 from maxbatch.config.yaml_file import compose, pairs
 from maxbatch.plan.batch import check_batch_keys
 from maxbatch.runs.metrics_schema import Metric
@@ -66,7 +67,7 @@ class SweepFile:
         for key, (_, where) in nodes.items():
             if key not in _KEYS:
                 rule = "is a config key, which belongs under base or parameters"
-                rule = rule if key in keys() else f"unknown key; {nearest_or_all(key, _KEYS)}"
+                rule = rule if key in KEYS else f"unknown key; {nearest_or_all(key, _KEYS)}"
                 raise ConfigError(f"{where}: {shown(key)}: {rule}")
         values: dict[str, Any] = {setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS}
         _check_sampler(path, nodes, values)
@@ -92,7 +93,7 @@ class SweepFile:
                 raise ConfigError(re.sub(place, f"{self.path}, base", str(error))) from None
         if self.metric == Metric.EVAL_LOSS and config.eval_interval == -1:
             raise ConfigError(f"{self.path}: metric=eval_loss needs evals, but eval_interval=-1; works: metric: loss")
-        return {name: key.write(config[name]) for name, key in keys().items() if name != "run_dir"}
+        return {name: value_text(value) for name, value in config.items() if name != "run_dir"}
 
 
 def _find(name: str) -> Path:
@@ -152,12 +153,12 @@ def _parameters(path: Path, entry: tuple[yaml.Node, str] | None) -> tuple[Parame
         raise ConfigError(f"{path}: parameters must name the swept config keys; {example}")
     parameters = []
     for name, node, where in pairs(path, entry[0]):
-        if name not in keys():
-            raise ConfigError(f"{where}: unknown config key {shown(name)}{hint(name, keys())}")
+        if name not in KEYS:
+            raise ConfigError(f"{where}: unknown config key {shown(name)}{hint(name)}")
         if name == "run_dir":
             raise ConfigError(f"{where}: run_dir cannot be swept: each trial has its own")
         try:
-            parameters.append(_parameter(path, keys()[name], node))
+            parameters.append(_parameter(path, KEYS[name], node))
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
     if not parameters:

@@ -27,11 +27,10 @@ import yaml
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import keys
 from maxbatch.config.paths import is_mixture_file, is_staged
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.rules import check_data_paths
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import KEYS, names_fixing
 from maxbatch.config.values import (
     SUFFIXES,
     Bounds,
@@ -307,7 +306,7 @@ def _check_fields(where: str, fields: Mapping[str, str]) -> None:
     path = fields.get("path", "")
     refuse_no_text(path, f"{where}: path={shown(path)}")
     for name in [name for name in _SOURCE_KEYS if name in fields]:
-        choices = [choice for choice in keys()[name].choices if choice != "synthetic"]
+        choices = [choice for choice in KEYS[name].choices if choice != "synthetic"]
         if choices and fields[name] not in choices:
             works = nearest_name(fields[name], choices) or choices[-1]
             rule = f"must be one of {', '.join(choices)}; works: {name}: {works}"

@@ -7,8 +7,9 @@ from typing import Any
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.cycle import cycle_of
 from maxbatch.config.families import FAMILIES, Family, Json, is_local_layer
-from maxbatch.config.loading import keys
 from maxbatch.config.matrices import global_head_dim, moe_mlp_dim
+from maxbatch.config.sections import KEYS
+from maxbatch.config.values import value_text
 from maxbatch.huggingface.folder.config_json import ACTIVATIONS, ROPE_TYPES, model_keys
 from maxbatch.system.errors import ConfigError
 
@@ -250,9 +251,8 @@ def _plain(number: float) -> int | float:
 
 def _check(config: DecoderConfig, name: str, written: Json) -> None:
     """Raises ConfigError unless the written fields read back as the config's own keys."""
-    rows = keys()
-    read = {key: rows[key].read(text) for key, text in model_keys(written, name).items()}
-    read = {key: rows[key].read(rows[key].default) for key in _ABSENT} | read
+    read = {key: KEYS[key].read(text) for key, text in model_keys(written, name).items()}
+    read = {key: KEYS[key].default_value for key in _ABSENT} | read
     for key in read:
         ours: Any = config[key]
         value: Any = read[key]
@@ -280,6 +280,6 @@ def _check(config: DecoderConfig, name: str, written: Json) -> None:
             continue
         if ours != value:
             raise ConfigError(
-                f"{key}={rows[key].write(config[key])}: Hugging Face's {name} cannot express it; works: a "
+                f"{key}={value_text(config[key])}: Hugging Face's {name} cannot express it; works: a "
                 "decoder_block whose family can"
             )

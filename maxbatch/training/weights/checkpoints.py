@@ -22,8 +22,7 @@ import numpy as np
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.keys import Fixes
-from maxbatch.config.loading import keys
-from maxbatch.config.sections import names_fixing
+from maxbatch.config.sections import KEYS, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
@@ -149,7 +148,7 @@ class Checkpoints:
         """Raises ConfigError for a checkpoint with another dataset, seed, tokenizer or model; `which` names it."""
         for part, mine in self._identity.items():
             theirs: dict[str, object] = (
-                {key: keys()[key].read(keys()[key].default) for key in mine if key in keys()} if part == "model" else {}
+                {key: KEYS[key].default_value for key in mine if key in KEYS} if part == "model" else {}
             )
             if part == "data" and END_TOKENS in mine:
                 theirs[END_TOKENS] = mine[END_TOKENS]  # missing in old checkpoints

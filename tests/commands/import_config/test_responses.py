@@ -10,7 +10,6 @@ from maxbatch import load_config
 from maxbatch.cli import main
 from maxbatch.commands.import_config.command import recognised_format, translated, written
 from maxbatch.commands.import_config.translation import Fate, Translation
-from maxbatch.config.loading import keys
 from maxbatch.config.unknown import hint
 
 TRL = """
@@ -151,4 +150,4 @@ def test_verls_command_is_answered_with_its_batch_here(
     ],
 )
 def test_verls_words_are_answered_by_their_paths(word: str, answer: str) -> None:
-    assert answer in hint(word, keys(), is_of_prompts=True)
+    assert answer in hint(word, is_of_prompts=True)

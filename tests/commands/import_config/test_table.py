@@ -11,7 +11,7 @@ from maxbatch.commands.import_config import table
 from maxbatch.commands.import_config.command import FORMATS
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 
 TABLE = """
 [signs]
@@ -81,4 +81,4 @@ def test_all_that_a_table_names_is_there(name: str) -> None:
             if row.here.startswith("@"):
                 assert set(re.findall(r"@(\w+)", row.here)) <= {*form.rules, *form.sections}, row
             elif row.here[0] not in "-!>" and row.here.split()[0] not in ("only", "only!!", "assume"):
-                assert {part.partition("=")[0] for part in row.here.split() if part != "?"} <= set(keys()), row
+                assert {part.partition("=")[0] for part in row.here.split() if part != "?"} <= set(KEYS), row

@@ -7,13 +7,13 @@ from fractions import Fraction
 import pytest
 
 from maxbatch.commands.sweep.space import Choices, Range
-from maxbatch.config.loading import keys
+from maxbatch.config.sections import KEYS
 
 
 def test_a_grid_with_a_step_is_exact() -> None:
-    key = keys()["warmup_steps_fraction"]
+    key = KEYS["warmup_steps_fraction"]
     assert Range.read(key, "0", "0.3", False, "0.1").grid() == ["0.0", "0.1", "0.2", "0.3"]
-    assert Range.read(keys()["steps"], "2", "9", False, "3").grid() == ["2", "5", "8"]
+    assert Range.read(KEYS["steps"], "2", "9", False, "3").grid() == ["2", "5", "8"]
     assert Range.read(key, "0", "1", False, "0.25").step == Fraction(1, 4)
 
 
@@ -28,4 +28,4 @@ def test_a_grid_with_a_step_is_exact() -> None:
     ],
 )
 def test_lists_that_grow_by_a_ratio_are_drawn_on_a_logarithmic_axis(name: str, texts: list[str], is_log: bool) -> None:
-    assert Choices.read(keys()[name], [(text, True) for text in texts]).is_log == is_log
+    assert Choices.read(KEYS[name], [(text, True) for text in texts]).is_log == is_log
