@@ -11,14 +11,16 @@ import os
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown_path
 from maxbatch.runs.metrics_schema import Metric, find_metric
-from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, open_whole
+
+if TYPE_CHECKING:
+    from maxbatch.runs.run_folder import RunFolder
 
 Record = dict[str, Any]  # the fields of a line, by name
 

@@ -11,6 +11,7 @@ from pathlib import Path, PurePosixPath
 
 from maxbatch.runs.json_file import write_json
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
+from maxbatch.runs.position import DamagedError, committed_steps, read_record
 from maxbatch.runs.run_id import RUN_FILE, RunIdentity, read_identity
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, writing
@@ -81,10 +82,17 @@ class RunFolder:
             return hold_folder(self.path, f"is training in it; {_INSTEAD}", named)
 
     def _identified(self) -> RunIdentity:
-        """Gives a run without an identity a new one, and writes it."""
+        """Gives a run without `run.json` the id that its newest checkpoint holds, or a new one, and writes it."""
         has_begun = any((self.path / name).exists() for name in ("config.yml", "metrics.jsonl", "checkpoints"))
         self._made_identity = not has_begun
-        return self._write_identity(RunIdentity.new(is_older=has_begun))
+        identity = RunIdentity.new(is_older=has_begun)
+        return self._write_identity(dataclasses.replace(identity, run_id=self._saved_id() or identity.run_id))
+
+    def _saved_id(self) -> str | None:
+        for step in committed_steps(self.path):
+            with contextlib.suppress(DamagedError):
+                return read_record(self.path / "checkpoints" / str(step)).run_id
+        return None
 
     def _write_identity(self, identity: RunIdentity) -> RunIdentity:
         write_json(self.path / RUN_FILE, dataclasses.asdict(identity))

@@ -1,7 +1,8 @@
 """The random id of a run, in `run.json` of its folder, and what its last session read.
 
 Every state that the run writes carries it, so that the state of another run with the same `run_dir` is not mistaken
-for one of this run. A copy of the folder keeps the id, because its states are the original's.
+for one of this run. A copy of the folder keeps the id, because its states are the original's. If `run.json` is lost,
+the next start takes the id from the newest checkpoint.
 """
 
 from __future__ import annotations

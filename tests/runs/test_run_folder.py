@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 
 from maxbatch import ConfigError
+from maxbatch.runs.json_file import write_json
+from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.runs.run_id import read_identity
 from maxbatch.system import leases
@@ -119,6 +121,23 @@ def test_a_run_made_before_there_were_ids_gets_one_and_keeps_its_states(tmp_path
     for _ in range(2):
         with RunFolder(str(tmp_path)) as folder:
             assert folder.identity is not None and folder.identity.wrote(None) and not folder.identity.wrote("another")
+
+
+@pytest.mark.parametrize("content", [None, "{"])
+def test_a_run_whose_id_is_lost_takes_the_one_that_its_newest_sound_checkpoint_holds(
+    tmp_path: Path, content: str | None
+) -> None:
+    for step, name in ((3, "older"), (10, "newer"), (20, "damaged")):
+        checkpoint = tmp_path / "checkpoints" / str(step) / "position"
+        checkpoint.mkdir(parents=True)
+        record = CheckpointRecord(Position(step, 8 * step), {"data": {}, "model": {}}, 0, (1, 1), run_id=name)
+        write_json(checkpoint / "metadata", record.to_json() | ({"run_id": "other"} if name == "damaged" else {}))
+    if content is not None:
+        (tmp_path / "run.json").write_text(content)
+    for _ in range(2):
+        with RunFolder(str(tmp_path)) as folder:
+            assert folder.identity is not None and folder.identity.run_id == "newer"
+            assert folder.identity.wrote(None)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"run_id": 3}', "null"])
