@@ -16,8 +16,6 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
-from maxbatch.system.errors import ConfigError, TrainingError
-
 if TYPE_CHECKING:
     from maxbatch.api import BatchFeed, FedBatch, open_feed, train
     from maxbatch.auditing.audit import Audit, audit
@@ -33,6 +31,7 @@ if TYPE_CHECKING:
     from maxbatch.plan.learning_rate import LearningRate
     from maxbatch.plan.rampup import RampupBatchManager
     from maxbatch.runs.metrics import read_metrics
+    from maxbatch.system.errors import ConfigError, TrainingError
     from maxbatch.training.own import Loss, MakeModel, Rows, next_token_loss
     from maxbatch.training.record.recorder import Output
     from maxbatch.training.session import Outcome
@@ -80,6 +79,7 @@ _HOME = {
     "BatchFeed": "maxbatch.api",
     "BatchPlan": "maxbatch.plan.batch",
     "Config": "maxbatch.config.config",
+    "ConfigError": "maxbatch.system.errors",
     "FedBatch": "maxbatch.api",
     "Layout": "maxbatch.auditing.trainer",
     "LearningRate": "maxbatch.plan.learning_rate",
@@ -94,6 +94,7 @@ _HOME = {
     "Samples": "maxbatch.data.stream.own",
     "Scores": "maxbatch.loaded_model",
     "Stream": "maxbatch.data.stream.stream",
+    "TrainingError": "maxbatch.system.errors",
     "audit": "maxbatch.auditing.audit",
     "evaluate": "maxbatch.harness",
     "generate": "maxbatch.loaded_model",

@@ -6,20 +6,28 @@ import os
 import signal
 import sys
 
-from maxbatch.system.errors import report
-
 
 def main() -> int:
     """Runs the command line and returns the exit code; SIGTERM and Ctrl-C end it with one also while modules load."""
     signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, _end)
     try:
         from maxbatch.cli import main as run
 
         code = run()
     except KeyboardInterrupt as error:
+        from maxbatch.system.errors import report
+
         code = report(error)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a finished command keeps its exit code while Python ends
+    for number in (signal.SIGTERM, signal.SIGINT):  # a finished command keeps its exit code while Python ends
+        signal.signal(number, signal.SIG_IGN)
     return code
+
+
+def _end(number: int, frame: object) -> None:
+    os.write(2, b"maxbatch: interrupted\n")
+    os._exit(1)
 
 
 if __name__ == "__main__":

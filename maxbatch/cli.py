@@ -22,7 +22,16 @@ from maxbatch.parallel.device_watch import watch_cpu_devices
 from maxbatch.system.child_process import continue_stopped_children
 from maxbatch.system.command_start import mark_start, take_process
 from maxbatch.system.cpu_devices import give_cpu_devices_threads
-from maxbatch.system.errors import EXIT_CODES, EXIT_DONE, ConfigError, TrainingError, is_disk_full, reason, report
+from maxbatch.system.errors import (
+    EXIT_CODES,
+    EXIT_DONE,
+    ConfigError,
+    TrainingError,
+    is_disk_full,
+    is_interruption,
+    reason,
+    report,
+)
 from maxbatch.system.folding import folded, folded_command, terminal_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals
 
@@ -70,7 +79,7 @@ def _run(argv: Sequence[str]) -> int:
 
             discard_output()  # whatever is left of it has no reader, or perhaps no room
             return EXIT_DONE if is_read_enough else report(error, as_json)
-        if as_json:
+        if as_json or is_interruption(error):
             return report(error, as_json)
         raise
 

@@ -16,8 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
+
+from maxbatch.system.errors import EXIT_DONE, report
 
 STOPPED_S = 30.0  # longest stop of a child
 _LOOK_S = 5.0
@@ -36,11 +38,12 @@ def start_child(
       output: receives standard output and standard error; None: the caller's.
       keep_open: file descriptors that the child inherits.
     """
-    return subprocess.Popen(
-        [sys.executable, "-m", "maxbatch.system.child_process", *arguments],
-        stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=keep_open,
-        env={**os.environ, **(variables or {})},
-    )  # fmt: skip
+    with holding_interrupts():
+        return subprocess.Popen(
+            [sys.executable, "-m", "maxbatch.system.child_process", *arguments],
+            stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=keep_open,
+            env={**os.environ, **(variables or {})},
+        )  # fmt: skip
 
 
 def is_stopped(pid: int) -> bool:
@@ -112,12 +115,38 @@ def end_with_parent(pipe: int = 0, with_group: bool = False) -> None:
     threading.Thread(target=watch, name="maxbatch-parent", daemon=True).start()
 
 
+@contextlib.contextmanager
+def holding_interrupts() -> Iterator[None]:
+    """Starts children for which Ctrl-C waits until they call `take_interrupts`: until then they would print errors."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def take_interrupts() -> None:
+    """Receives Ctrl-C in a child from here on, also an earlier one."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
 def leave_signals_to_parent() -> None:
     """Ignores Ctrl-C and SIGTERM, which reach the whole process group: the parent handles them."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    take_interrupts()
+
+
+def _main() -> int:
+    """Runs the `maxbatch` command in the arguments and returns its exit code."""
+    end_with_parent()
+    try:
+        take_interrupts()
+        runpy.run_module("maxbatch", run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt as error:
+        return report(error)
+    return EXIT_DONE
 
 
 if __name__ == "__main__":
-    end_with_parent()
-    runpy.run_module("maxbatch", run_name="__main__", alter_sys=True)
+    sys.exit(_main())

@@ -108,6 +108,18 @@ def reason(error: Exception) -> str:
     return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
 
 
+def is_interruption(error: BaseException) -> bool:
+    """Returns whether Ctrl-C caused an error: extension modules that it stops while they load raise ImportError."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if isinstance(link, KeyboardInterrupt):
+            return True
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return False
+
+
 def _without_middle(text: str) -> str:
     """Shortens a long text to its beginning and its end, which states what works."""
     return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 505]} ... {text[-500:]}"
@@ -122,8 +134,8 @@ def report(error: BaseException, as_json: bool = False) -> int:
       as_json: prints it on standard output too, as an object.
     """
     code, said = EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED, ""
-    if isinstance(error, KeyboardInterrupt):
-        said = "interrupted"
+    if is_interruption(error):
+        code, said = EXIT_FAILED, "interrupted"
         print(f"maxbatch: {said}", file=sys.stderr)
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):

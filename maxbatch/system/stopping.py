@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -17,6 +18,8 @@ from maxbatch.system.patience import begin, patience
 
 _GRACE_S = 2.0  # for a command to end by itself after a second Ctrl-C, or after SIGTERM if nothing has to be saved
 _WAITS: list[str] = []  # steps for which a signal waits, the innermost last
+_REPEAT_S = 0.02  # until a Ctrl-C is repeated
+_REPEATED: list[int] = []  # signals that this module repeats
 _UNANSWERED: set[int] = set()  # signals not yet answered by the handler or the watching thread
 
 
@@ -40,7 +43,8 @@ class Stopping:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGINT and self.signal_name == "SIGINT":
-            raise KeyboardInterrupt
+            _interrupt(frame)
+            return
         if self.signal_name is None:
             _answer(number, self._waits_for)
         self.signal_name = signal.Signals(number).name
@@ -71,6 +75,8 @@ def watch_signals() -> None:
     # The interpreter's C handler writes the signal's number at once; Python's handlers wait for the main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
     signal.signal(signal.SIGTERM, _on_sigterm)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background
+        signal.signal(signal.SIGINT, _on_sigint)
     _UNANSWERED.update(Stopping.numbers)
     threading.Thread(target=_watch, args=(reading,), name="maxbatch-signals", daemon=True).start()
 
@@ -93,6 +99,32 @@ def leave_threads_behind(code: int) -> None:
 
 def _on_sigterm(number: int, frame: FrameType | None) -> None:
     """Ends a command that has nothing to save; an exception is lost while an extension module loads."""
+    _end_with_output()
+
+
+def _on_sigint(number: int, frame: FrameType | None) -> None:
+    _interrupt(frame)
+
+
+def _interrupt(frame: FrameType | None) -> None:
+    """Raises KeyboardInterrupt; a little later in a callback of the garbage collector, which would drop it.
+
+    While modules load, it ends the process instead: extension modules crash, or raise other exceptions.
+    """
+    collecting = {getattr(callback, "__code__", None) for callback in gc.callbacks}
+    is_collecting = False
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            _end_with_output()
+        is_collecting = is_collecting or frame.f_code in collecting
+        frame = frame.f_back
+    if not is_collecting:
+        raise KeyboardInterrupt
+    _REPEATED.append(signal.SIGINT)
+    _later(_REPEAT_S, signal.pthread_kill, threading.get_ident(), signal.SIGINT)
+
+
+def _end_with_output() -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: it is being written to
         sys.stdout.flush()
     _end()
@@ -103,6 +135,9 @@ def _watch(reading: int) -> None:
     while True:
         number = os.read(reading, 1)[0]
         if number not in (signal.SIGINT, signal.SIGTERM):
+            continue
+        if number == signal.SIGINT and _REPEATED:
+            _REPEATED.pop()
             continue
         if number == signal.SIGINT and is_interrupted:
             time.sleep(_GRACE_S)

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import Any, Generic, ParamSpec, Self, TypeVar
 
-from maxbatch.system.child_process import end_with_parent, is_stopped, leave_signals_to_parent
+from maxbatch.system.child_process import end_with_parent, holding_interrupts, is_stopped, leave_signals_to_parent
 
 # For imports, which may take long but not forever.
 _SETUP_LIMIT_S = 300.0
@@ -273,11 +273,12 @@ class _Worker:
 
 def _spawn(environment: Mapping[str, str], memory_bytes: int, descriptor: int) -> subprocess.Popen[bytes]:
     try:
-        return subprocess.Popen(
-            # Unbuffered: output of a function must not be lost if its process is killed.
-            [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor), str(memory_bytes)],
-            stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
-        )  # fmt: skip
+        with holding_interrupts():
+            return subprocess.Popen(
+                # Unbuffered: output of a function must not be lost if its process is killed.
+                [sys.executable, "-u", "-m", "maxbatch.system.worker_pool", str(descriptor), str(memory_bytes)],
+                stdin=subprocess.PIPE, stdout=2, pass_fds=[descriptor], env=environment,
+            )  # fmt: skip
     except OSError as error:
         raise WorkerEnded(f"cannot start a process ({error})") from error
 

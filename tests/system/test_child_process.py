@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,23 @@ def test_a_child_is_a_command_whose_last_line_is_read(tmp_path: Path) -> None:
         assert last_line(log) == "trian: unknown command; nearest: train"
     assert child.stdin is not None
     child.stdin.close()
+
+
+@pytest.fixture
+def ctrl_c() -> Iterator[None]:
+    """Python's own answer to Ctrl-C, which a shell's background ignores."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_ctrl_c_at_a_child_that_starts_is_one_line(tmp_path: Path) -> None:
+    with open(tmp_path / "log", "w+b") as log, start_child(["plan"], log) as child:
+        child.send_signal(signal.SIGINT)
+        assert child.stdin is not None and child.wait() == 1
+        log.seek(0)
+        assert log.read() == b"maxbatch: interrupted\n"
 
 
 def test_a_child_that_stays_stopped_is_continued(tmp_path: Path) -> None:

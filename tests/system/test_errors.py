@@ -38,6 +38,16 @@ def test_what_ended_a_command_is_one_line(
     assert capsys.readouterr() == ("", f"{line}\n")
 
 
+def test_an_extension_module_that_ctrl_c_stops_while_it_loads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    error = ImportError("Encountered an error while initializing the extension.")
+    error.__cause__ = KeyboardInterrupt()
+    told = ConfigError("trainer.py:make: cannot import trainer.py")
+    told.__context__ = error
+    for raised in (error, told):
+        assert report(raised) == 1
+        assert capsys.readouterr() == ("", "maxbatch: interrupted\n")
+
+
 def test_a_bug_keeps_its_traceback(capsys: pytest.CaptureFixture[str]) -> None:
     assert report(ZeroDivisionError("a bug")) == 1
     assert capsys.readouterr().err.startswith("ZeroDivisionError: a bug")

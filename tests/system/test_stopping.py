@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,41 @@ def test_a_command_that_ends_at_once_has_answered() -> None:
         process.terminate()
         _, error = process.communicate(timeout=60)
         assert (process.returncode, error) == (0, "maxbatch: SIGTERM: stopping now\n")
+
+
+BUSY = "end = time.monotonic() + 2\nwhile time.monotonic() < end: pass\n"
+
+
+def test_ctrl_c_while_a_module_loads_ends_the_command_whatever_the_module_makes_of_it(tmp_path: Path) -> None:
+    lines = f"import time\nprint('ready', flush=True)\ntry:\n    {BUSY.replace(chr(10), chr(10) + '    ').strip()}\n"
+    (tmp_path / "slow.py").write_text(f"{lines}except BaseException as error:\n    raise ImportError('lost')\n")
+    with started(f"sys.path.insert(0, {str(tmp_path)!r})\nimport slow\n") as process:
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=60)
+        assert (process.returncode, error) == (1, "maxbatch: interrupted\n")
+
+
+def test_ctrl_c_while_garbage_is_collected_is_not_lost() -> None:
+    """Python drops the exceptions of callbacks of the collector."""
+    body = (
+        "import gc\n"
+        "def callback(phase, info):\n"
+        "    if phase == 'start':\n"
+        f"        ready()\n        {BUSY.replace(chr(10), chr(10) + '        ').strip()}\n"
+        "gc.callbacks.append(callback)\n"
+        "try:\n    gc.collect()\n    gc.callbacks.clear()\n    time.sleep(60)\n"
+        "except KeyboardInterrupt:\n    sys.exit(3)\n"
+    )
+    with started(body) as process:
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate(timeout=30)
+        assert process.returncode == 3 and "KeyboardInterrupt" not in error
+
+
+def test_a_shells_background_still_ignores_ctrl_c() -> None:
+    ignored = PREPARE.replace("signal.default_int_handler)", "signal.SIG_IGN)")
+    body = f"{ignored}print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)\n"
+    assert subprocess.run([sys.executable, "-c", body], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_without_a_command_the_second_ctrl_c_is_a_keyboard_interrupt(capfd: pytest.CaptureFixture[str]) -> None:

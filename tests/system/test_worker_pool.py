@@ -222,6 +222,21 @@ def test_closing_ends_the_workers_and_whoever_waits(setup: Callable[..., Any]) -
         pool.submit(["a"])
 
 
+def test_ctrl_c_does_not_end_a_worker_that_starts(setup: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.send_signal(signal.SIGINT)
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(subprocess, "Popen", Interrupted)
+        with WorkerPool(setup, 1) as pool:
+            assert outcomes(pool.submit(["abc"])) == [3]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_signals_to_the_process_group_are_left_to_the_parent(setup: Callable[..., Any]) -> None:
     with WorkerPool(setup, 1) as pool:
         pool.wait_for_setup()

@@ -17,7 +17,7 @@ from absl import flags
 from maxbatch.data.stream import grain
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices
-from maxbatch.system.child_process import end_with_parent, leave_signals_to_parent
+from maxbatch.system.child_process import end_with_parent, holding_interrupts, leave_signals_to_parent
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -197,6 +197,8 @@ class Reader:
             self._iterator = self._start()
             # Grain's workers outlive a dropped iterator.
             self._finalizer = weakref.finalize(self, self._iterator.close)
+            with holding_interrupts():  # of workers, which start now
+                return next(self._iterator)
         return next(self._iterator)
 
     def _start(self) -> grain.DatasetIterator[RowArrays] | ReadAheadByTime[RowArrays]:

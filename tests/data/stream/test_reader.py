@@ -11,6 +11,7 @@ import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -154,6 +155,26 @@ def test_worker_processes_give_the_same_samples_in_the_same_order_and_end(tmp_pa
     del reader
     gc.collect()
     assert multiprocessing.active_children() == [], "a reader that is merely dropped"
+
+
+@pytest.mark.runs
+def test_ctrl_c_does_not_end_worker_processes_that_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = multiprocessing.util.spawnv_passfds, []
+
+    def interrupted(*args: Any) -> int:
+        pid: int = start(*args)
+        started.append(os.kill(pid, signal.SIGINT))
+        return pid
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        monkeypatch.setattr(multiprocessing.util, "spawnv_passfds", interrupted)
+        stream = make(tmp_path, "grain_worker_count=2")
+        with stream.reader_of(Contiguous(0, 20)) as reader:
+            assert same(reader.take(20), make(tmp_path).read(0, 20))
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(started) >= 2
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
