@@ -6,6 +6,7 @@ update of the batch `off_policy_steps` earlier. So neither chunks nor parallel w
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
@@ -65,7 +66,7 @@ def train_policy(config: Config, devices: Sequence[jax.Device] | None = None) ->
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
         session = Session(context, open_policy_training(context))
-        if not session.position.step and not broadcast(lambda: context.stop.is_asked):
+        if not session.position.step:
             assert session.plan.rl is not None, "the config states a batch of prompts"
             if config.warm_start_steps:
                 updates = counted(config.warm_start_steps, "update")
@@ -392,7 +393,7 @@ class RunningPolicy:
         return self.opened.why_untrained
 
     def conclusion(self, state: TrainState) -> Iterable[str]:
-        return [f"next: maxbatch report {self.opened.context.config.run_dir}"]
+        return [f"next: maxbatch report {shlex.quote(self.opened.context.config.run_dir)}"]
 
 
 def _objective_figures(metrics: StepMetrics) -> dict[str, float]:

@@ -17,23 +17,25 @@ from maxbatch.system.errors import EXIT_FAILED
 from maxbatch.system.patience import begin, patience
 
 _GRACE_S = 2.0  # for a command to end by itself after a second Ctrl-C, or after SIGTERM if nothing has to be saved
-_WAITS: list[str] = []  # steps for which a signal waits, the innermost last
+_OPEN: list[Stopping] = []  # contexts that a signal asks to stop, the innermost last
 _REPEAT_S = 0.02  # until a Ctrl-C is repeated
 _REPEATED: list[int] = []  # signals that this module repeats
+_RAISED: list[int] = []  # signals that raised KeyboardInterrupt
 _UNANSWERED: set[int] = set()  # signals not yet answered by the handler or the watching thread
 
 
 class Stopping:
     """A context in which SIGTERM or SIGINT requests a stop; a second SIGINT raises KeyboardInterrupt.
 
-    `waits_for` completes the line "stopping ..." of the first signal; "": the caller prints its own line.
+    `waits_for` completes the line "stopping ..." of the first signal; "": the caller prints its own line. Inside of
+    another context that a signal has asked to stop, it is asked from the start.
     """
 
     numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, waits_for: str = "") -> None:
         self.signal_name: str | None = None  # signal that requested the stop
-        self._waits_for = waits_for
+        self.waits_for = waits_for
         self._patience = patience()
         self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
@@ -46,22 +48,24 @@ class Stopping:
             _interrupt(frame)
             return
         if self.signal_name is None:
-            _answer(number, self._waits_for)
+            _answer(number, self.waits_for)
         self.signal_name = signal.Signals(number).name
         self._patience.hurry()  # an unresponsive store must not keep the process
 
     def __enter__(self) -> Self:
-        self._patience = patience() if _WAITS else begin()
-        if not _WAITS:
+        self._patience = patience() if _OPEN else begin()
+        if not _OPEN:
             _UNANSWERED.update(self.numbers)
-        _WAITS.append(self._waits_for)  # before its handlers are set: `_end_if_nothing_waits`
+        _OPEN.append(self)  # before its handlers are set: `_end_if_nothing_waits`
         self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
+        if self.numbers:
+            self.signal_name = next((other.signal_name for other in _OPEN if other.signal_name), None)
         return self
 
     def __exit__(self, *exc: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
-        _WAITS.pop()
+        _OPEN.remove(self)
 
 
 def watch_signals() -> None:
@@ -89,8 +93,11 @@ def keep_signals() -> None:
 
 
 def leave_threads_behind(code: int) -> None:
-    """Ends a failed process at once if its threads wait for a store; the usual exit would wait for them."""
-    if code == EXIT_FAILED and patience().keeps_threads:
+    """Ends a failed process at once if its threads wait for a store, or may compile after a Ctrl-C.
+
+    The usual exit would wait for them, or crash.
+    """
+    if code == EXIT_FAILED and (_RAISED or patience().keeps_threads):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
@@ -119,6 +126,7 @@ def _interrupt(frame: FrameType | None) -> None:
         is_collecting = is_collecting or frame.f_code in collecting
         frame = frame.f_back
     if not is_collecting:
+        _RAISED.append(signal.SIGINT)
         raise KeyboardInterrupt
     _REPEATED.append(signal.SIGINT)
     _later(_REPEAT_S, signal.pthread_kill, threading.get_ident(), signal.SIGINT)
@@ -143,8 +151,8 @@ def _watch(reading: int) -> None:
             time.sleep(_GRACE_S)
             _end()
         is_interrupted = is_interrupted or number == signal.SIGINT
-        if _WAITS:
-            _answer(number, _WAITS[-1])
+        if _OPEN:
+            _answer(number, _OPEN[-1].waits_for)
         elif number == signal.SIGINT:
             _later(1.0, _answer, number, "as soon as the current work has ended")
         else:
@@ -158,7 +166,7 @@ def _later(seconds: float, function: Callable[..., None], *arguments: object) ->
 
 
 def _end_if_nothing_waits() -> None:
-    if not _WAITS:
+    if not _OPEN:
         _end()
 
 

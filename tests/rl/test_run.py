@@ -13,6 +13,7 @@ import pytest
 
 import maxbatch
 from maxbatch.cli import main
+from maxbatch.rl import warm_start
 from maxbatch.runs.devices import read_devices
 from tests.helpers.command import Hold, recorded, start
 from tests.helpers.policies import GROUP, KEYS, RL, reward_file, train
@@ -164,6 +165,22 @@ def test_asked_to_stop_it_saves_and_exits_with_75_and_killed_with_9_it_goes_on_a
     killed.communicate()
     assert saved_steps(run_dir) == [1], "the second update is recorded and not saved"
     assert_same_updates(train(run_dir, "checkpoint_period=2"), reference)
+
+
+def test_asked_to_stop_before_its_warm_start_it_saves_that_and_exits_with_75(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = warm_start.worked_examples
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGTERM)
+        return make(*arguments)
+
+    monkeypatch.setattr(warm_start, "worked_examples", interrupted)
+    keys = (RL, *KEYS, "warm_start_steps=5", "steps=1", f"run_dir={tmp_path / 'run'}")
+    assert main(["rl", *keys]) == 75
+    assert saved_steps(tmp_path / "run" / "warm_start") == [0]
+    assert main(["rl", *keys]) == 0
 
 
 def test_adapters_learn_from_rewards_on_any_devices_and_resume(tmp_path: Path) -> None:

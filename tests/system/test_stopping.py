@@ -127,6 +127,17 @@ def test_ctrl_c_while_garbage_is_collected_is_not_lost() -> None:
         assert process.returncode == 3 and "KeyboardInterrupt" not in error
 
 
+def test_threads_do_not_keep_a_command_that_ctrl_c_ended() -> None:
+    body = (
+        "import threading\nfrom maxbatch.system.stopping import leave_threads_behind\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "try:\n    ready()\n    while True: pass\nexcept KeyboardInterrupt:\n    leave_threads_behind(1)\n"
+    )
+    with started(body) as process:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(30) == 1
+
+
 def test_a_shells_background_still_ignores_ctrl_c() -> None:
     ignored = PREPARE.replace("signal.default_int_handler)", "signal.SIG_IGN)")
     body = f"{ignored}print(signal.getsignal(signal.SIGINT) == signal.SIG_IGN)\n"
@@ -139,6 +150,15 @@ def test_without_a_command_the_second_ctrl_c_is_a_keyboard_interrupt(capfd: pyte
         assert stop.signal_name == "SIGINT"
         signal.raise_signal(signal.SIGINT)
     assert "stopping after this update; again to stop now" in capfd.readouterr().err
+
+
+def test_a_context_inside_one_that_is_asked_to_stop_is_asked_from_the_start() -> None:
+    with Stopping("after the branch") as outer:
+        signal.raise_signal(signal.SIGTERM)
+        with Stopping("after this update") as inner:
+            assert inner.is_asked and inner.signal_name == outer.signal_name == "SIGTERM"
+    with Stopping() as later:
+        assert not later.is_asked
 
 
 def test_a_command_after_one_that_was_stopped_is_as_patient_with_stores_as_ever() -> None:
