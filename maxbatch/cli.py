@@ -151,7 +151,7 @@ class _Parser(argparse.ArgumentParser):
         texts = {word.partition("=")[0]: self._text_after(word) for word in unknown if word.startswith("-")}
         foreign, said = dict[str, str](), list[str]()
         for flag in texts or [unknown[0]]:
-            nearest = self._nearest(flag, least_like=0.9)
+            nearest = self._nearest(flag, least_like=0.9) or self._of_model(flag)
             if not nearest and flag in texts and hint(flag):
                 foreign[flag] = texts[flag]
                 continue
@@ -167,6 +167,14 @@ class _Parser(argparse.ArgumentParser):
         longer = [each for each in known if each.startswith(name) or (len(words) > 1 and words <= {*each.split("-")})]
         near = nearest_name(name, known, least_like) or (longer[0] if len(longer) == 1 else "")
         return known.get(near)
+
+    def _of_model(self, flag: str) -> str | None:
+        """Returns the only flag with the same last word, if the command is for a MODEL: it takes no key of a run."""
+        if not any(action.metavar == "MODEL" for action in self._actions):
+            return None
+        last = re.split("[-_]", flag)[-1]
+        alike = [option for option in self._option_string_actions if re.split("[-_]", option)[-1] == last]
+        return alike[0] if len(alike) == 1 else None
 
     def _plain(self, message: str) -> str:
         """Returns argparse's message in the words of our own."""

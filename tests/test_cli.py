@@ -104,6 +104,8 @@ def test_the_examples_of_plan_run(capsys: pytest.CaptureFixture[str], example: s
         (["plan", "--lay"], "--lay: unknown flag; nearest: --layout"),
         (["generate", "run", "--top_p=1"], "--top_p: unknown flag; nearest: --top-p"),
         (["generate", "run", "--max-tokens", "3"], "--max-tokens: unknown flag; nearest: --max-new-tokens"),
+        (["generate", "run", "--num-tokens", "3"], "--num-tokens: unknown flag; nearest: --max-new-tokens"),
+        (["generate", "run", "--learning-rate", "3"], "--learning-rate: config keys are stated without dashes"),
         (["report"], "RUN: must be given; works: maxbatch report runs/default"),
         (
             ["prepare", "--output", "out", "--workers", "0"],

@@ -87,7 +87,7 @@ def _check_dataset(config: StreamConfig) -> None:
     if sources is not None:
         raise ConfigError(
             f"dataset_path={shown(repr(config.dataset_path))}: a mixture is prepared source by source, each into its "
-            f"own folder; works: dataset_path={sources[0].config.dataset_path}"
+            f"own folder; works: dataset_path={shlex.quote(str(sources[0].config.dataset_path))}"
         )
 
 
@@ -96,14 +96,14 @@ def _unchanged(folder: AnyPath, wanted: Collection[str | None]) -> TokenStore | 
     if not folder.exists():
         return None
     if not folder.is_dir():
-        raise ConfigError(f"--output {folder}: is not a folder; works: --output {folder}-tokens")
+        raise ConfigError(f"--output {folder}: is not a folder; works: --output {shlex.quote(f'{folder}-tokens')}")
     if (store := open_folder(folder)) is not None:
         # A store without hashes is made again, which adds them.
         return store if store.manifest["signature"] in wanted and store.blocks is not None else None
     if any(folder.iterdir()) and not was_prepared(folder):
         raise ConfigError(
             f"--output {folder}: the folder has files that are not a prepared dataset's; "
-            f"works: --output {folder / 'tokens'}"
+            f"works: --output {shlex.quote(str(folder / 'tokens'))}"
         )
     return None
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import numbers
 import os
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -393,7 +394,7 @@ def _settle_run_dir(settings: dict[str, Setting], layer: _Layer) -> None:
         if "run_dir" in layer and layer["run_dir"].value != place:
             raise ConfigError(
                 f"run_dir={shown(str(layer['run_dir'].value))}: must not be stated beside {' and '.join(words)}, which "
-                f"mean {shown(place)}; works: run_dir={shown(place)}"
+                f"mean {shown(place)}; works: run_dir={shlex.quote(place)}"
             )
         if rule := place_fault(place):
             raise ConfigError(f"{' and '.join(words)} mean run_dir={shown(place)}: must be {rule}")

@@ -119,6 +119,11 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, remedies: Map
             raise ConfigError(f"{name}={stated}: {rule}{elsewhere}; works: {remedies.get(name, works)}")
 
 
+def likely_type(path: str) -> str:
+    """Returns the dataset_type that fits a path's name."""
+    return next((kind for kind in ("jsonl", "parquet", "arrayrecord", "tfrecord") if f".{kind}" in path), "text")
+
+
 def check_data_paths(values: Keyed) -> None:
     """Raises ConfigError for a path that would not be read, or held-out data stated twice."""
     kind = values["dataset_type"]
@@ -127,9 +132,8 @@ def check_data_paths(values: Keyed) -> None:
         stated.remove("dataset_path")  # each source has its own type
     if kind in _WITHOUT_PATH and stated:
         path = str(values[stated[0]])
-        guessed = next((kind for kind in ("jsonl", "parquet", "arrayrecord", "tfrecord") if f".{kind}" in path), "text")
         emptied = " ".join(f"{name}=''" for name in stated)
-        works = f"dataset_type={guessed}" if kind == "python_stdlib" else emptied
+        works = f"dataset_type={likely_type(path)}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
     recipe = Recipe.of(values)
     if recipe.fields and kind not in _WITH_RECORDS and not is_mixture_file(str(values["dataset_path"])):

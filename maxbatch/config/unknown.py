@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from maxbatch.config.keys import Entry
+from maxbatch.config.rules import check_data_paths, likely_type
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
@@ -205,6 +206,12 @@ def _settings(
             place_of[entry.name] = ramp
         elif not place_of[entry.name] and not (row and (row.is_ignored or row.word in batch.settings)):
             return setting, ""
+    has_type = setting.values.get("dataset_type") != "python_stdlib" or "dataset_type" in own
+    for entry in unknown:
+        row, ours = rows[entry.name], place_of[entry.name]
+        if ours.get("dataset_path") and not has_type:
+            likely = "megatron" if row and row.whose == ("megatron",) else likely_type(entry.text)
+            place_of[entry.name] = {**ours, "dataset_type": likely}
     stated = [(name, text) for ours in place_of.values() for name, text in ours.items()]
     beside = {} if setting.is_of_prompts else dict(own)  # states the batch of prompts again, to replace it
     if any(row and row.word in OF_LOSS for row in rows.values()):
@@ -214,10 +221,18 @@ def _settings(
     if any(dict(stated)[name] != text or beside.get(name, text) != text for name, text in stated):
         return setting, ""
     values = settled(place_of)
-    flags = None if values is None else _flags(values, setting, machine)
+    flags = None if values is None or not _reads_its_data(values) else _flags(values, setting, machine)
     added = {name: text for name, text in stated if own.get(name) != text}
-    found = [*(f"{name}={shlex.quote(shown(text))}" for name, text in added.items()), *(flags or [])]
+    found = [*(f"{name}={shlex.quote(text)}" for name, text in added.items()), *(flags or [])]
     return setting, f"; works: {' '.join(found)}" if flags is not None and found else ""
+
+
+def _reads_its_data(values: Mapping[str, Value]) -> bool:
+    try:
+        check_data_paths(values)
+    except ConfigError:
+        return False
+    return True
 
 
 def _flags(values: Mapping[str, Value], setting: Setting, machine: Machine) -> list[str] | None:
@@ -249,4 +264,4 @@ def _import(unknown: Sequence[Entry], file: str | None) -> str:
         return ""
     name, _ = min(whose.items(), key=lambda item: (-item[1], IMPORTED.index(item[0])))
     imported = "megatron" if name == "nemo" else name
-    return f"; to convert a config of {FRAMEWORKS[name]}: maxbatch import {imported} {file}"
+    return f"; to convert a config of {FRAMEWORKS[name]}: maxbatch import {imported} {shlex.quote(file)}"

@@ -148,6 +148,9 @@ class Scalar:
         or_null = " or null" if self.nullable else ""
         value, near = parse(text)
         if value is None:
+            bare = text.removesuffix("t")  # the suffix of a batch in tokens
+            if self.name.endswith("_tokens") and (tokens := amount(bare)) and tokens == abs(int(tokens)):
+                near = bare
             raise self.fault(text, rule + or_null, near if isinstance(near, str) else self._near(near))
         if broken := self.bounds and self.bounds.broken(value):
             rule, end = broken

@@ -61,7 +61,7 @@ def _parse_term(text: str, item: str) -> tuple[str, float]:
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise reward_error(text, f"the weight {shown(weight)!r} is no finite number; works: {shown(spec)},1")
+        raise reward_error(text, f"the weight {shown(weight)!r} is no finite number; works: {spec},1")
     return spec, number
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
@@ -569,9 +570,10 @@ class RunningPretraining:
                 text = f"none: {error}"
             yield f"{'--- a sample ':-<80}\n{text}\n{'':-<80}"
         can_generate = config.enable_checkpointing and has_text
-        generating = [f"maxbatch generate {config.run_dir}{asks}"] * can_generate
+        run_dir = shlex.quote(config.run_dir)
+        generating = [f"maxbatch generate {run_dir}{asks}"] * can_generate
         width = context.console.width if context.console.is_terminal else None
-        commands = *generating, f"pip install tensorboard && tensorboard --logdir {config.run_dir}"
+        commands = *generating, f"pip install tensorboard && tensorboard --logdir {run_dir}"
         for place, command in enumerate(commands):
             yield folded_command(f"{' ' * 6 if place else 'next: '}{command}", 8, width)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -150,6 +151,15 @@ def test_maxtexts_words_say_run_dir() -> None:
     assert "run_dir=elsewhere: must not be stated beside base_output_directory" in error_of(
         overrides=(*said, "run_dir=elsewhere")
     )
+
+
+LONG = "/data/" + "a long folder/" * 12 + "run"
+
+
+@pytest.mark.parametrize("stated", [(f"base_output_directory={LONG}", "run_dir=other"), (f"output_dir={LONG}",)])
+def test_a_long_path_that_works_is_whole_and_quoted(stated: tuple[str, ...]) -> None:
+    works = shlex.split(error_of(overrides=stated).partition("; works: ")[2])
+    assert works == [f"run_dir={LONG}"] and load_config(overrides=works)["run_dir"] == LONG
 
 
 def test_of_run_dir_and_maxtexts_words_the_higher_layer_holds(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
+from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import misspelt
 from maxbatch.config.values import shown_path
@@ -91,6 +92,22 @@ def test_what_works_names_works() -> None:
     # Not named: it would not work.
     assert "works" not in error_of(overrides=("max_steps=7", "train_iters=2"))
     assert "works" not in error_of(overrides=("adam_beta1=2",))
+
+
+@pytest.mark.parametrize(
+    ("stated", "works"),
+    [
+        ("data_path=/d/x", "dataset_path=/d/x dataset_type=text"),
+        ("train_file=/d/x.jsonl", "dataset_path=/d/x.jsonl dataset_type=jsonl"),
+        ("train_data_path=/d/x", "dataset_path=/d/x dataset_type=megatron"),
+        ("eval_file=b.jsonl", None),  # beside python_stdlib, which reads no path
+    ],
+)
+def test_a_path_of_data_comes_with_the_type_that_reads_it(stated: str, works: str | None) -> None:
+    said = error_of(overrides=(stated,)).partition("; works: ")[2]
+    assert (said or None) == works
+    if works:
+        check_data_paths(load_config(overrides=works.split()))
 
 
 def test_the_named_faults_are_answered_with_their_own_meaning() -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -197,7 +198,8 @@ def _check_writable(path: Path) -> None:
         compose(path)
     elif not path.parent.is_dir():
         raise ConfigError(
-            f"--write {shown_path(path)}: {shown_path(path.parent)} is not a folder; works: --write {path.name}"
+            f"--write {shown_path(path)}: {shown_path(path.parent)} is not a folder; "
+            f"works: --write {shlex.quote(path.name)}"
         )
     if not os.access(changed, os.W_OK):
         raise ConfigError(f"--write {shown_path(path)}: cannot be written (Permission denied)")

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Translates a config, prints the fate of its words and writes it; returns the exit code."""
     path, output = Path(args.file), Path(args.output)
     if args.format not in _NAMES:
-        works = f"works: maxbatch import auto {shown_path(path)}"
+        works = f"works: maxbatch import auto {shlex.quote(str(path))}"
         raise ConfigError(f"{shown(args.format)}: must be one of {', '.join(_NAMES)}; {works}")
     _refuse_existing(output)
     reading.text_of(path)

@@ -6,6 +6,7 @@ import argparse
 import itertools
 import json
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -156,7 +157,7 @@ def _page(paths: Sequence[AnyPath], found: Sequence[_Found], reloads_s: int = 0)
     if runs := [run for one in found for run in one.runs]:
         _add_runs(page, runs)
     for path in paths:
-        remedy = f"`maxbatch critical-batch {path}` writes it"
+        remedy = f"`maxbatch critical-batch {shlex.quote(str(path))}` writes it"
         measured = read_json(path / CRITICAL_BATCH_FILE, remedy, lambda value: checked(value, _CRITICAL_BATCH))
         if measured:
             add_critical_batch(page, measured)

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import shlex
 import statistics
 from collections.abc import Sequence
 
@@ -281,5 +282,5 @@ def _no_run(path: AnyPath) -> str:
     if missing := missing_folder(path):
         return f"{missing}; a run folder is what run_dir names"
     inside = sorted(child for child in path.iterdir() if child.is_dir() and is_run(child))
-    works = f"; works: {' '.join(map(str, inside[:3]))}" if inside else ""
+    works = f"; works: {shlex.join(map(str, inside[:3]))}" if inside else ""
     return f"holds no metrics.jsonl and no config.yml of a run{works}"

@@ -66,6 +66,7 @@ def test_it_never_writes_over_a_file(folder: Path, capsys: pytest.CaptureFixture
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
+        (["axolto", f"{'a long folder/' * 8}m.yml"], f"works: maxbatch import auto '{'a long folder/' * 8}m.yml'"),
         (
             ["maxtex", "m.yml"],
             "maxtex: must be one of maxtext, hf, deepspeed, axolotl, megatron, trl, verl, nemo, auto",
