@@ -59,6 +59,20 @@ def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Progra
     return programs, [Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)]
 
 
+def compiled(lowered: jax.stages.Lowered, target: Target, config: Config, shape: BatchShape | None) -> Compiled:
+    """Compiles a program and models its time; `shape` is the batch of an update, None for another program."""
+    from maxbatch.config.recipes import slots_per_sample
+    from maxbatch.training.compile.flags import program_options
+    from maxbatch.training.compile.memory import compile_for
+    from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
+
+    verdict, executable = compile_for(lowered, target, program_options(config.libtpu_flags, target.devices))
+    if executable is None or not has_clock(target):
+        return Compiled(verdict, executable, Modelled())
+    text, slots, peak = executable.as_text() or "", slots_per_sample(config), config.peak_tflops_per_device
+    return Compiled(verdict, executable, model_time(text, target, config.decoder, slots, peak, shape))
+
+
 def compile_one(
     name: str,
     lowered: jax.stages.Lowered,
@@ -67,23 +81,14 @@ def compile_one(
     hlo: Path | None = None,
     update: Update | None = None,
 ) -> Compiled:
-    """Compiles a program, writes its HLO text to a folder if one is given, and models its time."""
-    from maxbatch.config.recipes import slots_per_sample
+    """Compiles a program of a run as `compiled` does, and writes its HLO text to a folder if one is given."""
     from maxbatch.training.compile.cache import without_persistent_cache
-    from maxbatch.training.compile.flags import program_options
-    from maxbatch.training.compile.memory import compile_for
-    from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 
     with without_persistent_cache():
-        verdict, executable = compile_for(lowered, target, program_options(config.libtpu_flags, target.devices))
-    if executable is None or not (hlo or has_clock(target)):
-        return Compiled(verdict, executable, Modelled())
-    text = executable.as_text() or ""
-    if hlo:
-        write_atomically(hlo / f"{name}.hlo", text)
-    model, slots, shape = config.decoder, slots_per_sample(config), update and update.shape
-    modelled = model_time(text, target, model, slots, config.peak_tflops_per_device, shape)
-    return Compiled(verdict, executable, modelled.of_samples(update.share) if update else modelled)
+        found = compiled(lowered, target, config, update and update.shape)
+    if hlo and found.executable is not None:
+        write_atomically(hlo / f"{name}.hlo", found.executable.as_text() or "")
+    return found._replace(modelled=found.modelled.of_samples(update.share)) if update else found
 
 
 def largest_update(config: Config, target: Target, plan: BatchPlan) -> Compiled:

@@ -96,21 +96,12 @@ class CheckpointRecord(NamedTuple):
 
     def to_json(self) -> dict[str, object]:
         """Returns the JSON object, which carries a checksum over itself."""
-        position = self.position._asdict()
-        if self.position.samples_planned is None:
-            del position["samples_planned"]
-        saved = self._asdict() | {"position": position}
+        saved = {name: value for name, value in self._asdict().items() if value is not None or name == "parameters"}
+        saved["position"] = {name: value for name, value in self.position._asdict().items() if value is not None}
         for part, stored in (("parameters", self.parameters), ("average", self.average)):
-            saved[part] = stored and {name: one._asdict() for name, one in stored.items()}
-        if self.average is None:  # left out for runs without one
-            del saved["average"]
-        if self.ahead is None:
-            del saved["ahead"]
-        if self.run_id is None:
-            del saved["run_id"]
-        if self.origin is None:
-            del saved["origin"]
-        else:
+            if stored is not None:
+                saved[part] = {name: one._asdict() for name, one in stored.items()}
+        if self.origin is not None:
             saved["origin"] = self.origin._asdict()
         return saved | {_OWN_CHECKSUM: _checksum(saved)}
 
@@ -129,20 +120,16 @@ class CheckpointRecord(NamedTuple):
         noise, planned = NoiseScale(trace, square, mass), None if planned is None else _whole(planned)
         position = Position(step, samples_seen, skipped, in_a_row, noise, weightless, best, planned)
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
+        ahead, run_id = saved.get("ahead"), saved.get("run_id")
         if not (
             in_a_row <= skipped <= step - weightless
             and 1 <= num_loading_hosts <= num_hosts
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
+            and all(isinstance(text, str | None) for text in (ahead, run_id))
         ):
             raise ValueError("out of range")
         hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
         average = _parameters(saved.get("average"))
-        ahead = saved.get("ahead")
-        if not isinstance(ahead, str | None):
-            raise ValueError("not a hash")
-        run_id = saved.get("run_id")
-        if not isinstance(run_id, str | None):
-            raise ValueError("not an id")
         checksum, origin = _word(saved["checksum"]), _origin(saved.get("origin"))
         return cls(position, saved["identity"], checksum, hosts, parameters, average, ahead, run_id, origin)
 

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
-from maxbatch.commands.compiling import programs_of
+from maxbatch.commands.compiling import compiled, programs_of
 from maxbatch.commands.fit.meshes import mesh_text
 from maxbatch.commands.fit.search import Line
 from maxbatch.config.config import Config
@@ -32,9 +32,8 @@ from maxbatch.plan.mesh_shape import MeshShape
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import read_json
 from maxbatch.training.compile.compiler import Shortage
-from maxbatch.training.compile.flags import program_options
-from maxbatch.training.compile.memory import Memory, Parts, Verdict, compile_for, known_parts
-from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
+from maxbatch.training.compile.memory import Memory, Parts, Verdict, known_parts
+from maxbatch.training.compile.modelled import Modelled
 from maxbatch.training.compile.saved import versions
 from maxbatch.training.compile.target import Target, device_facts
 from maxbatch.training.programs import Programs
@@ -100,15 +99,8 @@ class CompilerOracle:
                 f"{mesh_text(self.mesh, self.config)} remat_policy={self.config.remat_policy}, for "
                 f"{self.target.name}{self._bounds()}"
             )
-            options = program_options(self.config.libtpu_flags, self.target.devices)
-            verdict, executable = compile_for(lowered, self.target, options)
-            modelled = Modelled()
-            if executable is not None and has_clock(self.target):
-                model, peak = self.config.decoder, self.config.peak_tflops_per_device
-                timed = model_time(
-                    executable.as_text() or "", self.target, model, slots_per_sample(self.config), peak, shape
-                )
-                modelled = dataclasses.replace(timed, operations=())
+            verdict, _, timed = compiled(lowered, self.target, self.config, shape)
+        modelled = dataclasses.replace(timed, operations=())
         path.parent.mkdir(parents=True, exist_ok=True)
         answer = {"verdict": dataclasses.asdict(verdict), "modelled": dataclasses.asdict(modelled)}
         write_atomically(path, json.dumps(answer))

@@ -36,8 +36,7 @@ def _names_a_class(t: Translation, word: str) -> bool:
 
 def _sources(t: Translation, _: str) -> None:
     """Takes the data sets: documents of plain text, or conversations in `messages`."""
-    sources = t.mappings("datasets")
-    if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
+    if not (sources := t.sources("datasets")):
         return
     kinds = {str(item.get("type", "completion")) for item in sources}
     settings = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}
@@ -94,8 +93,7 @@ def _weight(t: Translation, word: str) -> None:
 
 
 def _pair_sources(t: Translation, _: str) -> None:
-    sources = t.mappings("datasets")
-    if not sources or not all(isinstance(item.get("path"), str) and item["path"] for item in sources):
+    if not (sources := t.sources("datasets")):
         return
     kinds = {str(item.get("type")) for item in sources}
     if not kinds <= set(_PAIR_KINDS):

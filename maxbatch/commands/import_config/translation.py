@@ -104,11 +104,12 @@ class Translation:
             return None
         return number if math.isfinite(number) else None
 
-    def mappings(self, word: str) -> list[dict[str, str]]:
-        """Returns the items of a list of mappings; empty for other values."""
+    def sources(self, word: str) -> list[dict[str, str]]:
+        """Returns the items of a list of data sets; empty unless each is a mapping with a path."""
         value = self._stated.get(word, [])
         items = value if isinstance(value, list) else []
-        return [item for item in items if isinstance(item, dict)] if all(isinstance(i, dict) for i in items) else []
+        named = [one for one in items if isinstance(one, dict) and isinstance(one.get("path"), str) and one["path"]]
+        return named if len(named) == len(items) else []
 
     def left(self) -> list[str]:
         """Returns the words not taken yet."""
