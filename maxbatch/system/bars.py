@@ -10,7 +10,7 @@ from typing import Self
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
 from rich.control import Control
-from rich.progress import BarColumn, DownloadColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
 from rich.segment import ControlType
 from rich.text import Text
 
@@ -108,7 +108,7 @@ class LinesAboveBar:
 
     def __init__(self, console: Console, total: int, done: int, description: str = "") -> None:
         self._lines, self._pace = console, Pace(total, done)
-        self._bar = progress_bar(PlainConsole(), self._pace, disable=not console.is_terminal)
+        self._bar = progress_bar(PlainConsole(stderr=console.stderr), self._pace, disable=not console.is_terminal)
         self._task = self._bar.add_task(description, total=total, completed=done)
 
     def say(self, line: str) -> None:
@@ -132,17 +132,12 @@ class LinesAboveBar:
 @contextlib.contextmanager
 def bytes_bar(total: int, what: str) -> Iterator[Callable[[int], None]]:
     """Yields a function to call with the bytes done; a bar or lines on standard error show them."""
-    console = PlainConsole(stderr=True)
-    columns = (TextColumn(what), BarColumn(16), DownloadColumn(), TimeRemainingColumn(), TextColumn("left"))
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task, pace, so_far = bar.add_task("", total=total), Pace(total, 0), 0
+    so_far = 0
+    with LinesAboveBar(PlainConsole(stderr=True), total, so_far, what) as bar:
 
         def advance(num_bytes: int) -> None:
             nonlocal so_far
             so_far += num_bytes
-            bar.advance(task, num_bytes)
-            if bar.disable and pace.line_is_due():
-                size = f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB"
-                console.print(" | ".join(filter(None, (size, pace.left(so_far)))))
+            bar.show(so_far, f"{what}: {so_far / 1e6:,.1f} of {total / 1e6:,.1f} MB")
 
         yield advance

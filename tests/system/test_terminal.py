@@ -107,6 +107,13 @@ def test_the_time_left_follows_the_pace_of_steps_that_take_long(monkeypatch: pyt
     assert out.getvalue().splitlines() == ["2 of 10", "4 of 10 | 0:30:00 left"]
 
 
+def test_a_bar_and_its_lines_leave_standard_output_to_json(capsys: pytest.CaptureFixture[str]) -> None:
+    with LinesAboveBar(PlainConsole(stderr=True, force_terminal=True), total=2, done=0) as runs:
+        runs.say("trial 0: learning_rate=0.1")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.strip()) == ("", "trial 0: learning_rate=0.1")
+
+
 def test_the_last_column_of_a_table_is_folded_between_words() -> None:
     rows = [("became", "word", "here"), ("mapped", "a_word_of_some_length", "some words that do not fit beside it"),
             ("ignored", "x" * 60, "a row whose word takes all of the room")]  # fmt: skip

@@ -31,28 +31,6 @@ from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import PlainTable, TrainingConsole
 
 
-class SweepProgress(LinesAboveBar):
-    """The number of ended trials of a sweep; a context manager."""
-
-    def __init__(self, console: Console, num_ended: int, num_trials: int) -> None:
-        self._num_ended, self._num_trials = num_ended, num_trials
-        super().__init__(console, num_trials, num_ended, self._counted)
-
-    @property
-    def _counted(self) -> str:
-        return f"{self._num_ended} of {self._num_trials} trials ended"
-
-    def ended(self) -> str:
-        """Counts an ended trial, and returns the total."""
-        self._num_ended += 1
-        self.goes_on()
-        return self._counted
-
-    def goes_on(self) -> None:
-        """Shows the number of ended trials while others train."""
-        self.show(self._num_ended, self._counted)
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     file = "a sweep file, or the name of one of configs/sweeps"
     parser.add_argument("file", type=local_path, metavar="SWEEP.yml", help=file)
@@ -85,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
             forget_failed(folder, sweep.metric)
         study = SweepStudy(sweep, folder)
         write_atomically(folder.base, sweep.base)
-        with SweepProgress(console, study.num_ended, study.num_trials) as progress:
+        with LinesAboveBar(console, study.num_trials, study.num_ended, study.counted) as progress:
             runs = TrialRuns(folder, study, sweep.metric, progress)
             has_ended = Supervisor(runs, start, sweep.parallel, progress.say).train(stop)
     results = folder.results(sweep.metric)
@@ -103,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
 class TrialRuns:
     """The trials of a sweep for the supervisor; prints a line at the start and the end of each."""
 
-    def __init__(self, folder: SweepFolder, study: SweepStudy, metric: str, progress: SweepProgress) -> None:
+    def __init__(self, folder: SweepFolder, study: SweepStudy, metric: str, progress: LinesAboveBar) -> None:
         self._folder, self._study, self._metric, self._progress = folder, study, metric, progress
 
     def next(self) -> ChildRun[Trial] | None:
@@ -118,7 +96,7 @@ class TrialRuns:
         return self._study.is_exhausted()
 
     def watch(self, run: ChildRun[Trial]) -> str | None:
-        self._progress.goes_on()
+        self._progress.show(self._study.num_ended, self._study.counted)
         return self._study.should_prune(run.subject)
 
     def ended(self, run: ChildRun[Trial], end: ChildEnd) -> None:
@@ -132,7 +110,7 @@ class TrialRuns:
             self._study.finished(result)
         value = "" if result.value is None else f" {self._metric} {result.value:.4f}"
         reason = f" ({result.reason})" if result.reason else ""
-        counted = "" if end.status is None else f" ({self._progress.ended()})"
+        counted = "" if end.status is None else f" ({self._study.counted})"
         self._progress.say(
             f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: {trial.title}{counted}"
         )

@@ -85,6 +85,11 @@ class SweepStudy:
     def num_ended(self) -> int:
         return sum(trial.state.is_finished() for trial in self._study.get_trials(deepcopy=False))
 
+    @property
+    def counted(self) -> str:
+        """The number of ended trials, in words."""
+        return f"{self.num_ended} of {self.num_trials} trials ended"
+
     def is_exhausted(self) -> bool:
         """Returns whether there is nothing left to start."""
         return not self._waiting and len(self._numbers) >= self.num_trials

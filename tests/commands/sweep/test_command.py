@@ -15,13 +15,14 @@ import pytest
 from rich.console import Console
 
 from maxbatch.cli import main
-from maxbatch.commands.sweep.command import SweepProgress, TrialRuns
+from maxbatch.commands.sweep.command import TrialRuns
 from maxbatch.commands.sweep.study import SweepStudy
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.runs.metrics import read_metrics as recorded
 from maxbatch.runs.supervisor import Supervisor, locked
 from maxbatch.runs.sweep_folder import SweepFolder, Trial
 from maxbatch.runs.training_process import TrainingProcess
+from maxbatch.system.bars import LinesAboveBar
 from maxbatch.system.stopping import Stopping
 from tests.helpers.chromium import ask
 from tests.helpers.command import maxbatch, start
@@ -150,7 +151,7 @@ def test_a_pruned_trial_is_stopped_recorded_and_not_started_again(monkeypatch: p
 
     study = Pruning(SweepFile.read("sweep.yml"), folder)
     lines: list[str] = []
-    progress = SweepProgress(Console(file=io.StringIO()), 0, study.num_trials)
+    progress = LinesAboveBar(Console(file=io.StringIO()), study.num_trials, 0)
     monkeypatch.setattr(progress, "say", lines.append)
     runs = TrialRuns(folder, study, "loss", progress)
     with locked(folder.path, "sweeps") as lock:
