@@ -80,7 +80,7 @@ def test_the_reference_holds_every_key_metric_command_exit_code_and_name() -> No
     keys_page = reference.keys_page()
     listed = {row[1] for row in re.finditer(r"^\| `(\w+)` \|", keys_page, re.M)}
     assert listed == set(KEYS)
-    for key in (key for section in SECTIONS for key in section.declared()):
+    for key in (key for section in SECTIONS for key in section.declared):
         row = next(line for line in keys_page.splitlines() if line.startswith(f"| `{key.name}` |"))
         assert reference._plain(key.sentence).replace("|", r"\|") in row
     metrics = reference.on_page_markdown((TOP / "docs" / "metrics.md").read_text(encoding="utf-8"))

@@ -44,7 +44,7 @@ _LEAST_ROUNDING, _MOST_ROUNDING = 1e-4, 0.05  # of the movement: what rounding t
 _ROUNDINGS = 10.0  # times the rounding of three copies: the most that rounding explains
 _PLACE, _PLACE_COARSE = 1e-3, 0.03  # smallest relative change of a row's loss by its place; for losses in bfloat16
 _WIDE = 4  # micro-batches or devices that confirm a cause found on two of them
-_WIDE_ROWS = 8
+_WIDE_ROWS = 2 * _WIDE
 
 
 class _Prediction(NamedTuple):
@@ -157,7 +157,7 @@ def _is_confirmed(bench: Bench, trial: Comparison, name: str, only_loss: bool) -
     if name not in ("last micro-batch", "first micro-batch", "sum", "optimizer per micro-batch"):
         return True
     rows = RowSpec(_WIDE_ROWS)
-    ratios = _ratios(bench, Comparison(Side(whole(_WIDE_ROWS), rows), Side(_wide(trial), rows)), only_loss)
+    ratios = _ratios(bench, Comparison(Side(whole(_WIDE_ROWS), rows), Side(_parts(trial, _WIDE), rows)), only_loss)
     return not ratios or ratios.get(name, math.inf) < _CLOSE
 
 
@@ -169,15 +169,10 @@ def _keeps_scale(bench: Bench, trial: Comparison) -> bool:
     """
     first = Side(whole(_WIDE_ROWS), RowSpec(_WIDE_ROWS))
     try:
-        found = bench.difference(Comparison(first, first._replace(save_after=1, then=_wide(trial))))
+        found = bench.difference(Comparison(first, first._replace(save_after=1, then=_parts(trial, _WIDE))))
     except Refused:
         return True
     return found is None or found.array is None
-
-
-def _wide(trial: Comparison) -> Layout:
-    """Returns four micro-batches, or four devices if there is one pass."""
-    return Layout(1, _WIDE, _WIDE_ROWS // _WIDE) if trial.is_cut else Layout(_WIDE, 1, _WIDE_ROWS)
 
 
 def _params(bench: Bench, trial: Comparison, first: Run) -> Iterator[_Prediction]:
@@ -329,7 +324,7 @@ def _is_rounding(bench: Bench, trial: Comparison) -> bool:
     for rows in ((0, 1), (2, 3), (4, 5)):
         once = Side(whole(2), RowSpec(_WIDE_ROWS, order=rows))
         for in_parts in (False, True):
-            layouts = [_copies(trial, copies) if in_parts else whole(2 * copies) for copies in (2, 3)]
+            layouts = [_parts(trial, copies) if in_parts else whole(2 * copies) for copies in (2, 3)]
             try:
                 two, three = (
                     apart(once, Side(layout, RowSpec(_WIDE_ROWS, order=rows * copies)))
@@ -343,6 +338,6 @@ def _is_rounding(bench: Bench, trial: Comparison) -> bool:
     return most > _LEAST_ROUNDING and apart(trial.first, trial.second) < _ROUNDINGS * most
 
 
-def _copies(trial: Comparison, number: int) -> Layout:
+def _parts(trial: Comparison, number: int) -> Layout:
     """Returns the layout with this many passes, or devices if there is one pass, of two rows each."""
     return Layout(1, number, 2) if trial.is_cut else Layout(number, 1, 2 * number)

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
     settings = resolve(path, overrides)
     sections = {
         (heading := section.heading().partition(":")[0]): [
-            _facts(KEYS[key.name], settings[key.name]) | {"section": heading} for key in section.declared()
+            _facts(KEYS[key.name], settings[key.name]) | {"section": heading} for key in section.declared
         ]
         for section in SECTIONS
     }

@@ -32,7 +32,7 @@ def base_yml() -> str:
 def _lines() -> Iterator[str]:
     for section in SECTIONS:
         yield from ("", f"# --- {section.heading()} ---".ljust(111, "-"))
-        for key in section.declared():
+        for key in section.declared:
             yield f"{key.name}: {_written(key)}  ".ljust(36) + f"# {key.sentence}"
 
 

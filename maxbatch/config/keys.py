@@ -128,6 +128,7 @@ class Keyed(Protocol):
     """Values by key name: the whole config, a section with those keys, or a mapping."""
 
     def __getitem__(self, name: str, /) -> Any: ...
+    def get(self, name: str, /) -> Any: ...
 
 
 class _Row(dict[str, Any]):
@@ -184,7 +185,7 @@ class Section(Mapping[str, Any]):
     """
 
     _names: ClassVar[tuple[str, ...]] = ()
-    _declared: ClassVar[tuple[Key, ...]] = ()
+    declared: ClassVar[tuple[Key, ...]] = ()  # its own keys, in its order
 
     def __init_subclass__(cls, changes: str = "") -> None:
         """Reads the rows of a section; `changes` is the effect of a resume with another value of its keys."""
@@ -195,7 +196,7 @@ class Section(Mapping[str, Any]):
         bases = [base for base in cls.__bases__ if issubclass(base, Section)]
         cls._names = (*(name for base in bases for name in base._names), *own)
         declared = (_key(name, own[name], row, changes) for name, row in rows.items())
-        cls._declared = (*(key for base in bases for key in base._declared), *declared)
+        cls.declared = (*(key for base in bases for key in base.declared), *declared)
 
     def __init__(self, **values: object) -> None:
         if values.keys() != set(self._names):
@@ -233,11 +234,6 @@ class Section(Mapping[str, Any]):
         """Returns the heading of its keys in base.yml."""
         sentence = (cls.__doc__ or "").rstrip(".")
         return sentence[0].lower() + sentence[1:]
-
-    @classmethod
-    def declared(cls) -> tuple[Key, ...]:
-        """Returns the keys that are declared in this section, in its order."""
-        return cls._declared
 
     def __getitem__(self, name: str) -> Any:
         """Returns the value of a key in this section or an inner one; raises KeyError for any other name."""

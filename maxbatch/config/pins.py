@@ -63,14 +63,8 @@ def changed_since(
     states_prompts = previous["batch_size"] is not None  # then no key states the batch in samples
     lines = {}
     for name, key in KEYS.items():
-        if previous[name] == config[name] or (states_prompts and states_batch(name)):
-            continue
-        if key.changes:
-            before, now = (_quoted(value_text(values[name])) for values in (previous, config))
+        if previous[name] != config[name] and key.changes and not (states_prompts and states_batch(name)):
+            before, now = (shown(value_text(values[name])) or '""' for values in (previous, config))
             what = of_batch if states_batch(name) else key.changes
             lines[name] = f"{name}: {before} before, {now} now: changes {what}"
     return lines
-
-
-def _quoted(text: str) -> str:
-    return shown(text) if text else '""'

@@ -51,7 +51,8 @@ class Recipe(Section):
         if isinstance(config, Recipe):
             found = config
         elif found is None:
-            found = _named(next((kind for name, kind in choices().items() if _is_stated(config, name)), _TEXT))
+            stated = (kind for name, kind in choices().items() if config.get(name))
+            found = _named(next(stated, _TEXT))
         assert isinstance(found, cls), f"{found.name} is a {cls.__name__}"
         return found
 
@@ -98,14 +99,6 @@ def check_kind(config: AllKeys) -> None:
 def slots_per_sample(config: Keyed) -> int:
     """Returns the token slots of a sample: L for each of its rows."""
     return int(config["max_target_length"]) * Recipe.of(config).rows_per_sample
-
-
-def _is_stated(config: Keyed, name: str) -> bool:
-    """Returns whether a key is set; False if the section lacks it."""
-    try:
-        return bool(config[name])
-    except KeyError:
-        return False
 
 
 @functools.cache

@@ -608,9 +608,9 @@ class AllKeys(
 
 SECTIONS: tuple[type[Section], ...] = AllKeys.__bases__
 # By name, in the order of base.yml.
-KEYS: Mapping[str, Key] = {key.name: key for section in SECTIONS for key in section.declared()}
+KEYS: Mapping[str, Key] = {key.name: key for section in SECTIONS for key in section.declared}
 # Choices of remat_policy=custom per tensor of a layer, the default first; MaxText's names.
-REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared()[1:]}
+REMAT_TENSORS = {key.name: key.choices for key in RematConfig.declared[1:]}
 
 
 def names_fixing(what: Fixes) -> tuple[str, ...]:

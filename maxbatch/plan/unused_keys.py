@@ -29,7 +29,7 @@ def unused_keys(config: PlanConfig, mesh: MeshShape, manager: RampupBatchManager
         yield f"{scaling} has no effect without reference_batch_size, the batch that learning_rate was tuned for"
     batches = [name for name in ("global_batch_size", "batch_size_schedule") if config.batch[name] is not None]
     if not config.ramp.enable_rampup_batch_size:
-        names = [key.name for key in RampConfig.declared()]
+        names = [key.name for key in RampConfig.declared]
         if ramp := [name for name in names if config[name] != KEYS[name].default_value]:
             verb = "have" if len(ramp) > 1 else "has"
             reason = f": {stated(config, *batches)} replaces the ramp" if batches else (

@@ -30,7 +30,7 @@ def test_base_yml_is_what_its_command_writes() -> None:
 
 def test_base_yml_shows_the_sections_their_keys_and_their_sentences_once_and_in_their_order() -> None:
     shown = [re.match(r"# --- (.*?) -+$|(\w+):", line) for line in base_path().read_text().splitlines()]
-    declared = [name for section in SECTIONS for name in (section.heading(), *(key.name for key in section.declared()))]
+    declared = [name for section in SECTIONS for name in (section.heading(), *(key.name for key in section.declared))]
     assert [match[1] or match[2] for match in shown if match] == declared
     assert {key.name: key.sentence for key in KEYS.values()} == COMMENTS
     assert len(KEYS) <= 230

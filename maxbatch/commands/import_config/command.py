@@ -133,7 +133,7 @@ def translated(
 
 def _answer(name: str, words: Mapping[str, Stated]) -> str:
     """Explains the batch words of a framework without a converter."""
-    batch = {key.name for key in PromptBatchConfig.declared()}
+    batch = {key.name for key in PromptBatchConfig.declared}
     rows = {word: row for word in words if (row := look_up(word, name)) and not batch.isdisjoint(row.keys)}
     said = "; ".join(f"{shown(word)}={shown(_text(words[word]))} {row.answer()}" for word, row in rows.items())
     rule = f"a config of {FRAMEWORKS[name]} is not converted; its batch here: {said or 'none is stated'}"

@@ -22,7 +22,7 @@ FRAMEWORKS = {
     "trl": "TRL", "verl": "verl",
 }  # fmt: skip
 
-_OF_PROMPTS = frozenset(key.name for section in (PromptBatchConfig, RLConfig) for key in section.declared())
+_OF_PROMPTS = frozenset(key.name for section in (PromptBatchConfig, RLConfig) for key in section.declared)
 
 
 class Word(NamedTuple):
