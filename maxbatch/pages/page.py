@@ -100,12 +100,7 @@ class Page:
         return f"plot: {path}"
 
     def write(self, path: AnyPath) -> None:
-        """Writes the page.
-
-        Raises:
-          ConfigError: bokeh is not installed, or the file cannot be written.
-          TrainingError: the disk is full.
-        """
+        """Writes the page; raises ConfigError if bokeh is not installed."""
         write_atomically(path, self._html())
 
     def _html(self) -> str:

@@ -67,10 +67,5 @@ def _is_one(value: object, types: tuple[type, ...]) -> bool:
 
 
 def write_json(path: AnyPath, value: object) -> None:
-    """Writes a JSON file, one line for each item.
-
-    Raises:
-      ConfigError: the file cannot be written.
-      TrainingError: the disk is full.
-    """
+    """Writes a JSON file, one line for each item; raises as `write_atomically` does."""
     write_atomically(path, json.dumps(value, indent=1) + "\n")

@@ -49,11 +49,7 @@ class RunIdentity:
 
 
 def read_identity(run_dir: AnyPath) -> RunIdentity | None:
-    """Returns the content of a run folder's `run.json`; None if it is missing or damaged.
-
-    Raises:
-      OSError: the system denies reading it.
-    """
+    """Returns the content of a run folder's `run.json`; None if it is missing or damaged; raises OSError if denied."""
     path = run_dir / RUN_FILE
     try:
         found = checked(_ADDED | bounded.read_json(path, str(path), finite=False), _SHAPE)

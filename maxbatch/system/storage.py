@@ -200,11 +200,9 @@ def missing_folder(path: AnyPath) -> str | None:
 
 
 def open_whole(path: AnyPath) -> BinaryIO:
-    """Opens a file for reading. An object is read by one request, so that all bytes are of one version.
+    """Opens a file for reading; raises ConfigError for anything else.
 
-    Raises:
-      ConfigError: the path is not a file.
-      OSError: the file cannot be read.
+    An object is read by one request, so that all bytes are of one version.
     """
     if is_misplaced(path, is_folder=False):
         raise ConfigError(f"{path}: must be a file")
@@ -259,9 +257,6 @@ def clone_tree(source: AnyPath, target: AnyPath, last: str) -> None:
 
     Objects are copied inside their store, `last` after all others. Local files are linked, or copied where links are
     impossible.
-
-    Raises:
-      OSError: a file cannot be read or written.
     """
     if isinstance(source, RemotePath) and isinstance(target, RemotePath):
         _copy_objects(source, target, last)
@@ -315,11 +310,7 @@ def fetch_tree(source: RemotePath, target: Path) -> None:
 
 
 def write_parts(path: AnyPath, parts: Sequence[Buffer]) -> None:
-    """Writes a new file from buffers: an object by one request, a file of a disk synced.
-
-    Raises:
-      OSError: the file cannot be written, or is there on a disk.
-    """
+    """Writes a new file from buffers: an object by one request, a file of a disk synced. It must be new."""
     if isinstance(path, RemotePath):
         path.write_bytes(b"".join(parts))
         return

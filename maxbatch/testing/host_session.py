@@ -19,8 +19,7 @@ from maxbatch.testing.pod import Pod, PodError
 class HostSession:
     """A pytest session, opened once for all tests of a host; also its plugin.
 
-    Args:
-      connection: from which the later phases of a test are read.
+    It reads the later phases of a test from the connection.
     """
 
     name = "maxbatch-host"

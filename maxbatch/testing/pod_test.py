@@ -48,11 +48,7 @@ def stated_by(marker: pytest.Mark) -> _Stated:
 
 
 class PodTest:
-    """A test whose phases run on hosts.
-
-    Args:
-      item: the test; its own phases are replaced.
-    """
+    """A test whose own phases are replaced by phases on hosts."""
 
     def __init__(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         self._item, self._nextitem = item, nextitem

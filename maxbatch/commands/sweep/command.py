@@ -41,12 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a sweep, or continues one, and returns the exit code: 75 after a signal to stop.
-
-    Raises:
-      ConfigError: the sweep file, or a config that it makes, cannot be used.
-      TrainingError: no trial finished.
-    """
+    """Runs a sweep, or continues one, and returns the exit code: 75 after a signal to stop."""
     sweep = SweepFile.read(args.file)
     check_combinations(sweep)
     folder = SweepFolder(sweep.sweep_dir)
