@@ -7,7 +7,6 @@ import contextlib
 import math
 import os
 import re
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, Value, shown
 from maxbatch.system.cpu_devices import make_cpu_devices
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import error_width, folded, printable
+from maxbatch.system.warning import warn
 
 if TYPE_CHECKING:
     from maxbatch.config.config import Config
@@ -54,7 +53,7 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> Config:
         raise on_machine(error, devices, hosts, stated.get("slices") or 1, has_flags="devices" in stated) from None
     warning = displaced_ramp(settings)
     if warning and not stated.get("simulate_hosts"):  # simulated hosts read the config again, and the first one warns
-        note(f"warning: {warning}")
+        warn(warning)
     return config_from(settings)
 
 
@@ -206,8 +205,3 @@ def add_averaged(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that uses the average of a run's parameters."""
     averaged = "use the average of the parameters that a run with parameter_average_half_life keeps"
     parser.add_argument("--averaged", action="store_true", help=averaged)
-
-
-def note(text: str) -> None:
-    """Prints a line on standard error, apart from a command's output."""
-    print(folded(f"maxbatch: {printable(text, keep='')}", 0, error_width()), file=sys.stderr)

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import config_of, count, local_path, note, place
+from maxbatch.commands.arguments import config_of, count, local_path, place
 from maxbatch.commands.compiling import Compiled, compile_one, programs_on
 from maxbatch.commands.refusing import may_have_others, refusing_together
 from maxbatch.commands.simulation import check_hosts, run_hosts
@@ -34,6 +34,7 @@ from maxbatch.system.chips import Peak, mfu_peak
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report, writing
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.system.warning import note
 from maxbatch.training.compile.target import Target, device_facts, find_target, machine_name
 
 if TYPE_CHECKING:
@@ -133,11 +134,7 @@ def _smaller(config: Config, args: argparse.Namespace, target: Target) -> list[t
 def _compile_run(
     config: Config, target: Target, plan: BatchPlan, folder: AnyPath, hlo: Path | None, is_json: bool
 ) -> dict[str, object]:
-    """Compiles the programs of a run on devices and saves them; returns the record of `--json`.
-
-    Raises:
-      TrainingError: a program does not fit.
-    """
+    """Compiles and saves the programs of a run; returns the record of `--json`; TrainingError: one does not fit."""
     from maxbatch.parallel.hosts import is_first
     from maxbatch.training.compile.memory import known_parts
     from maxbatch.training.compile.saved import save_programs

@@ -10,11 +10,12 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_averaged, check_overrides, count, note, place, real, whole
+from maxbatch.commands.arguments import add_averaged, check_overrides, count, place, real, whole
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
 from maxbatch.system.folding import printable
+from maxbatch.system.warning import note
 
 if TYPE_CHECKING:
     from maxbatch.config.config import Config

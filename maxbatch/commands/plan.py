@@ -8,9 +8,10 @@ import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, note, real
+from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, real
 from maxbatch.config.values import Bounds
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.warning import note, warn
 
 if TYPE_CHECKING:
     from maxbatch.commands.surviving import SurvivingMachine
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
         prompts = f"batch_size={plan.rl.batch_size} counts prompts of reinforcement learning"
         note(f"{prompts}; the batch of pre-training is {meant}")
     for warning in plan.warnings:
-        note(f"warning: {warning}")
+        warn(warning)
     model, peak = _model(config), _known_peak(config, args.topology)
     of_update = _trained_tokens(config, plan) if recipe.has_answers else None
     period = _checkpoint_period(config, args)
@@ -166,7 +167,7 @@ def _survival(config: Config, args: argparse.Namespace, plan: BatchPlan, epoch: 
     rows = survivors(config, machine, args.survive, epoch, args.topology)
     batches = {row.plan.global_batch_size_to_train_on for row in rows if row.plan}
     if len(batches) > 1:
-        note("warning: the batch is stated per device, so a smaller machine trains on a smaller batch; "
+        warn("the batch is stated per device, so a smaller machine trains on a smaller batch; "
              f"global_batch_size={plan.global_batch_size_to_train_on} keeps it")  # fmt: skip
     return rows
 

@@ -124,8 +124,7 @@ class _Started(Generic[T]):
 class Supervisor(Generic[T]):
     """Trains child runs, `parallel` at a time. It starts each run once, without retries.
 
-    Args:
-      start: starts the process of a run, from its folder and the arguments of `maxbatch train`.
+    `start` starts the process of a run, from its folder and the arguments of `maxbatch train`.
     """
 
     def __init__(

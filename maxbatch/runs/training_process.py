@@ -21,8 +21,7 @@ class TrainingExit(NamedTuple):
 class TrainingProcess:
     """A process of this machine, which ends with the process that started it.
 
-    Args:
-      lock: an open lock that the process holds too, so that no other command starts the run before it has ended.
+    It also holds an open lock, so that no other command starts the run before it has ended.
     """
 
     def __init__(self, lock: BinaryIO, run_dir: AnyPath, arguments: Sequence[str]) -> None:

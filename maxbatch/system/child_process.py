@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from maxbatch.system.errors import EXIT_DONE, report
+from maxbatch.system.warning import note
 
 STOPPED_S = 30.0  # longest stop of a child
 _LOOK_S = 5.0
@@ -72,7 +73,7 @@ def _watch_stopped() -> None:
         while pid is not None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGCONT)
-            print(f"maxbatch: process {pid} was stopped and is continued", file=sys.stderr, flush=True)
+            note(f"process {pid} was stopped and is continued")
             time.sleep(_CONTINUE_S)
             pid = _stopped_child(os.P_ALL, 0)
 

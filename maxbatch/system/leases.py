@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,13 +20,13 @@ from typing import BinaryIO, Protocol
 
 from maxbatch.system.errors import ConfigError, LeaseLost, StoreFailed, TrainingError
 from maxbatch.system.fences import Fence
-from maxbatch.system.folding import printable
 from maxbatch.system.locks import is_lock_on, take_lock
 from maxbatch.system.object_stores import read_version, remove_if, version_of, write_if
 from maxbatch.system.patience import patience
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath
+from maxbatch.system.warning import note
 
 LEASE_FILE, LOCK_FILE = ".lease", ".lock"
 LAPSE_S = 30.0  # after its last renewal
@@ -158,11 +157,7 @@ def _seconds_since(then: Clocks) -> float:
     return max(now - before for now, before in zip(_clocks(), then, strict=True))
 
 
-def _tell(text: str) -> None:
-    print(f"maxbatch: {printable(text)}", file=sys.stderr)
-
-
-def take_lease(path: RemotePath, say: Callable[[str], None] = _tell) -> Lease | str:
+def take_lease(path: RemotePath, say: Callable[[str], None] = note) -> Lease | str:
     """Takes a lease, after waiting for another holder's to lapse.
 
     Returns:

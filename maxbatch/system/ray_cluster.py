@@ -11,7 +11,6 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -21,6 +20,7 @@ from typing import Any, Generic, ParamSpec, Self, TypeVar
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import printable
 from maxbatch.system.stores import STORES
+from maxbatch.system.warning import note
 from maxbatch.system.worker_pool import WorkerEnded
 
 # Ray's options for the resources that every node has; other resources are the cluster's own.
@@ -71,7 +71,7 @@ class RayCluster:
             if address == "local":
                 self.close()
                 raise ConfigError(f"--resources {wanted}: this machine lacks them; works: --resources CPU=1")
-            print(f"maxbatch: no node of the cluster has {wanted} yet; tasks wait for one", file=sys.stderr)
+            note(f"no node of the cluster has {wanted} yet; tasks wait for one")
         self.num_slots = max(1, slots)
         named = {_OPTIONS[name]: amount for name, amount in needed.items() if name in _OPTIONS}
         others = {name: amount for name, amount in needed.items() if name not in _OPTIONS}
@@ -154,8 +154,7 @@ class RayTask(Generic[Answer]):
 class RayPool(Generic[Item, Answer]):
     """Tasks that call one function, with the interface of `WorkerPool`; a context manager.
 
-    Args:
-      setup: called once in each worker process; returns the function that is called for each item.
+    `setup` is called once in each worker process, and returns the function that is called for each item.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Warnings: lines on standard error, after which the command continues."""
+"""Notes and warnings: lines on standard error, after which the command continues."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import sys
 from maxbatch.system.folding import error_width, folded, printable
 
 
+def note(text: str) -> None:
+    """Prints one line apart from a command's output, folded on a terminal."""
+    print(folded(f"maxbatch: {printable(text, keep='')}", 0, error_width()), file=sys.stderr, flush=True)
+
+
 def warn(message: str) -> None:
-    """Prints one line, folded on a terminal."""
-    print(folded(f"maxbatch: warning: {printable(message)}", 0, error_width()), file=sys.stderr, flush=True)
+    note(f"warning: {message}")
 
 
 @functools.cache

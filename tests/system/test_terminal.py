@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
 
-from maxbatch.commands.arguments import note
 from maxbatch.parallel.hosts import warn
 from maxbatch.system import bars
 from maxbatch.system.bars import LinesAboveBar, Pace, progress_bar
 from maxbatch.system.errors import ConfigError, report
 from maxbatch.system.folding import folded_rows
 from maxbatch.system.terminal import PlainConsole, PlainTable
+from maxbatch.system.warning import note
 from tests.helpers.terminals import in_terminal
 
 

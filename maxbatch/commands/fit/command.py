@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from maxbatch.commands.arguments import config_arguments, count, local_path, note
+from maxbatch.commands.arguments import config_arguments, count, local_path
 from maxbatch.commands.targets import add_target_arguments, config_and_target, plan_on, smaller_targets
 from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config, resolve
@@ -23,6 +23,7 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bounded import read_text
 from maxbatch.system.errors import EXIT_DONE, ConfigError, TrainingError, report, writing
 from maxbatch.system.folding import printable
+from maxbatch.system.warning import note
 
 if TYPE_CHECKING:
     from maxbatch.commands.fit.choices import Choice, Wanted
@@ -124,11 +125,7 @@ def _stated(args: argparse.Namespace) -> frozenset[str]:
 
 
 def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) -> list[Way]:
-    """Returns the ways to compile: on each mesh every remat policy if the batch is stated.
-
-    Raises:
-      ConfigError: no mesh can run the model and its batch.
-    """
+    """Returns the ways to compile: meshes, with every remat policy if the batch is stated; refuses if no mesh works."""
     from maxbatch.commands.fit.choices import POLICIES, Sizes
     from maxbatch.commands.fit.meshes import mesh_text, proposals
     from maxbatch.commands.fit.oracle import CompilerOracle

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
-from maxbatch.commands.arguments import check_at_most, count, local_path, note
+from maxbatch.commands.arguments import check_at_most, count, local_path
 from maxbatch.commands.import_config import (
     axolotl,
     deepspeed,
@@ -48,6 +48,7 @@ from maxbatch.plan.stages import stated_batches
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded, folded_rows, printable, terminal_width
+from maxbatch.system.warning import note
 
 _WIDEST = 44  # columns of a word or a value
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from maxbatch.commands.arguments import count, note, place
+from maxbatch.commands.arguments import count, place
 from maxbatch.commands.report.goodput import goodput_line, goodput_section, to_json
 from maxbatch.commands.report.runs import (
     FIRST_UPDATES,
@@ -45,6 +45,7 @@ from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.folding import counted, printable
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, as_typed
+from maxbatch.system.warning import note
 
 MOST_CURVES = 12  # most trials of a sweep; more lines cannot be distinguished
 _MOST_LOADS = 500  # updates in a map of the loads of experts
