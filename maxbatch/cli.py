@@ -59,10 +59,9 @@ def _run(argv: Sequence[str]) -> int:
         with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will raise
             sys.stdout.reconfigure(errors="backslashreplace")  # a sample may contain characters outside the encoding
     give_cpu_devices_threads()
-    command = COMMANDS.get(argv[0]) if argv else None
-    if command is None or command.starts_jax:
-        leave_out_absent_tpu()
+    leave_out_absent_tpu()
     mark_start()
+    command = COMMANDS.get(argv[0]) if argv else None
     as_json = command is not None and command.prints_json and "--json" in argv
     try:
         code = _dispatch(list(argv))

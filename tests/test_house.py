@@ -14,7 +14,7 @@ import pytest
 
 from maxbatch.config import combined
 from maxbatch.config.keys import Section
-from maxbatch.config.recipes import choices
+from maxbatch.config.recipes import CHOICES
 from maxbatch.config.sections import SECTIONS
 
 ROOT = Path(__file__).parents[1]
@@ -193,7 +193,7 @@ def test_only_config_recipes_and_import_ask_which_kind_of_sample_a_run_has() -> 
 
 def _choices_asked_for(tree: ast.Module) -> Iterator[str]:
     """Yields the keys that choose a kind of sample where a module reads one: a flag, or a number compared with None."""
-    flags = choices().keys() - {"batch_size"}
+    flags = CHOICES.keys() - {"batch_size"}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and node.attr in flags:
             yield node.attr

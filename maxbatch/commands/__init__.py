@@ -12,7 +12,6 @@ class Command(NamedTuple):
     summary: str  # one line for `maxbatch --help`
     examples: tuple[str, ...]  # command lines that work
     prints_json: bool = False  # whether it takes --json, which its errors follow
-    starts_jax: bool = True  # False: it does not, or prepares JAX itself where it does
 
 
 # fmt: off
@@ -24,14 +23,14 @@ COMMANDS: dict[str, Command] = {
          "maxbatch plan model_name=llama3-8b global_batch_size=1024 --devices 256 --hosts 64",
          "maxbatch plan per_device_batch_size=3 gradient_accumulation_steps=2 --devices 3 --layout --words",
          'maxbatch plan batch_size_schedule="0:256 1M:512 2Bt:1024" train_tokens=10B --devices 64 --json'),
-        prints_json=True, starts_jax=False),
+        prints_json=True),
     "config": Command(
         "maxbatch.commands.config",
         "Print every config key with its value, its unit or rule, and where the value comes from.",
         ("maxbatch config",
          "maxbatch config run.yml model_name=llama3-8b",
          "maxbatch config per_device_batch_size"),
-        prints_json=True, starts_jax=False),
+        prints_json=True),
     "import": Command(
         "maxbatch.commands.import_config.command",
         "Convert a config of MaxText, Hugging Face, DeepSpeed, Axolotl, Megatron, TRL or NeMo.",

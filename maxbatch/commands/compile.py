@@ -26,8 +26,7 @@ from maxbatch.commands.targets import (
     with_flags_of,
 )
 from maxbatch.config.config import Config
-from maxbatch.config.keys import Fixes
-from maxbatch.config.pins import texts_fixing
+from maxbatch.config.pins import program_keys
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.chips import Peak, mfu_peak
@@ -163,7 +162,7 @@ def _compile_run(
         if not done[name].verdict.fits:
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     executables = {name: one.executable for name, one in done.items() if one.executable is not None}
-    keys = texts_fixing(Fixes.PROGRAM, config)
+    keys = program_keys(config)
     size = save_programs(folder, keys, target.devices, shapes, executables) if is_first() else 0
     peak = mfu_peak(target.chip, config.quantization, config.peak_tflops_per_device)
     if is_first() and not is_json:

@@ -84,10 +84,8 @@ def survivors(
 def _figures(config: Config, topology: str | None, num_slices: int) -> UpdateFigures:
     from maxbatch.commands.compiling import largest_update
     from maxbatch.commands.targets import plan_on
-    from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
     from maxbatch.training.compile.target import find_target
 
-    leave_out_absent_tpu()
     target = find_target(topology, num_slices)
     done = largest_update(config, target, plan_on(config, target))
     verdict = done.verdict

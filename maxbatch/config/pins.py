@@ -28,9 +28,9 @@ def facts_of(config: Mapping[str, Value]) -> dict[str, str]:
     return facts
 
 
-def texts_fixing(what: Fixes, config: Mapping[str, Value]) -> dict[str, str]:
-    """Returns the values of the keys that fix any of the named properties, as texts by key."""
-    return {name: value_text(config[name]) for name in names_fixing(what)}
+def program_keys(config: Mapping[str, Value]) -> dict[str, str]:
+    """Returns the values of the keys that fix the compiled programs, as texts by key."""
+    return {name: value_text(config[name]) for name in names_fixing(Fixes.PROGRAM)}
 
 
 THE_CUT = "only the micro-batches"

@@ -15,6 +15,8 @@ from typing import Self
 from maxbatch.config.keys import Keyed, Section
 from maxbatch.config.sections import KEYS, AllKeys
 
+# The keys that choose a kind, in the order of base.yml, each with the kind.
+CHOICES: Mapping[str, str] = {name: key.chooses for name, key in KEYS.items() if key.chooses}
 _TEXT = "text"  # the kind where no key chooses another
 _ROOM = "maxbatch.recipes"
 
@@ -51,7 +53,7 @@ class Recipe(Section):
         if isinstance(config, Recipe):
             found = config
         elif found is None:
-            stated = (kind for name, kind in choices().items() if config.get(name))
+            stated = (kind for name, kind in CHOICES.items() if config.get(name))
             found = _named(next(stated, _TEXT))
         assert isinstance(found, cls), f"{found.name} is a {cls.__name__}"
         return found
@@ -59,7 +61,7 @@ class Recipe(Section):
     @classmethod
     def flagged(cls) -> list[Self]:
         """Returns the kinds that a flag chooses, the last declared first."""
-        flags = [kind for name, kind in reversed(list(choices().items())) if KEYS[name].kind == "bool"]
+        flags = [kind for name, kind in reversed(list(CHOICES.items())) if KEYS[name].kind == "bool"]
         return [found for found in map(_named, flags) if isinstance(found, cls)]
 
     @property
@@ -70,7 +72,7 @@ class Recipe(Section):
     @property
     def key(self) -> str:
         """The key that chooses it; "": text."""
-        return next((name for name, kind in choices().items() if kind == self.name), "")
+        return next((name for name, kind in CHOICES.items() if kind == self.name), "")
 
     @property
     def statement(self) -> str:
@@ -81,18 +83,12 @@ class Recipe(Section):
         """Raises ConfigError for values of other keys that exclude this kind."""
 
 
-@functools.cache
-def choices() -> Mapping[str, str]:
-    """Returns the keys that choose a kind of sample, in the order of base.yml, each with the kind."""
-    return {name: key.chooses for name, key in KEYS.items() if key.chooses}
-
-
 def check_kind(config: AllKeys) -> None:
     """Raises ConfigError if two keys choose a kind, or if other values exclude the chosen kind."""
-    stated = [name for name in choices() if config[name]]
+    stated = [name for name in CHOICES if config[name]]
     if len(stated) > 1:
         *others, chosen = sorted(stated, key=lambda name: KEYS[name].kind != "bool")
-        raise config.fault(others[0], f"false beside {_named(choices()[chosen]).statement}", "false")
+        raise config.fault(others[0], f"false beside {_named(CHOICES[chosen]).statement}", "false")
     Recipe.of(config).check(config)
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from maxbatch.runs.json_file import checked, read_json, write_json
@@ -110,17 +111,8 @@ class SweepFolder:
 
     def trials(self) -> list[Trial]:
         """Returns the recorded trials, by number."""
-
-        def read(path: AnyPath) -> Trial | None:
-            return read_json(path, _REMEDY, lambda t: parse(path, t))
-
-        def parse(path: AnyPath, found: Any) -> Trial:
-            checked(found, _TRIAL)
-            if found["config"] is not None:
-                checked(found["config"], {str: str}, "config")
-            return Trial(found["number"], path.parent, found["overrides"], found["config"])
-
-        trials = [trial for path in self.path.glob("trials/*/trial.json") if (trial := read(path))]
+        files = self.path.glob("trials/*/trial.json")
+        trials = [one for file in files if (one := read_json(file, _REMEDY, partial(_trial, file.parent)))]
         return sorted(trials, key=lambda trial: trial.number)
 
     def add(self, number: int, overrides: dict[str, str], config: dict[str, str] | None) -> Trial:
@@ -182,6 +174,13 @@ class SweepFolder:
                 for r in results
             ],
         }  # fmt: skip
+
+
+def _trial(folder: AnyPath, found: Any) -> Trial:
+    checked(found, _TRIAL)
+    if found["config"] is not None:
+        checked(found["config"], {str: str}, "config")
+    return Trial(found["number"], folder, found["overrides"], found["config"])
 
 
 def _without_value(records: Sequence[Mapping[str, object]], metric: str) -> tuple[Status, str]:

@@ -248,13 +248,13 @@ class Hosts:
         else:
             self._stopped_until[message.host] = time.monotonic() + message.stopped_s
             self._send(asking, None)
-            process.signal(signal.SIGSTOP)
+            process.process.send_signal(signal.SIGSTOP)
 
     def _continue_stopped(self) -> None:
         for host, until in list(self._stopped_until.items()):
             if time.monotonic() >= until:
                 del self._stopped_until[host]
-                self._processes[host].signal(signal.SIGCONT)
+                self._processes[host].process.send_signal(signal.SIGCONT)
 
     def _end_of(self, host: int) -> str:
         code = self._processes[host].wait(0)
@@ -317,16 +317,12 @@ class _Process:
             self.kill()
             return self.process.returncode
 
-    def signal(self, number: signal.Signals) -> None:
-        """Sends a signal to the process, unless it has ended."""
-        self.process.send_signal(number)
-
     def stack(self) -> tuple[str, str]:
         """Returns the reason for a missing stack, and the stack of the main thread."""
         if is_stopped(self.process.pid):
             return "was stopped", ""
         before = self._dump.seek(0, os.SEEK_END)
-        self.signal(_DUMP)
+        self.process.send_signal(_DUMP)
         end, size = time.monotonic() + _DUMP_S, before
         while time.monotonic() < end:
             time.sleep(0.05)

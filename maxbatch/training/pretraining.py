@@ -16,8 +16,7 @@ from jax.sharding import Mesh
 
 from maxbatch.config.combined import PlanConfig, ProgramsConfig
 from maxbatch.config.config import Config
-from maxbatch.config.keys import Fixes
-from maxbatch.config.pins import facts_of, texts_fixing
+from maxbatch.config.pins import facts_of, program_keys
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import KEYS, EvaluationConfig
 from maxbatch.config.values import shown
@@ -226,7 +225,7 @@ class OpenedPretraining:
         )  # fmt: skip
         saved = None
         if config.compiled_dir:
-            saved = SavedPrograms(config.compiled_dir, texts_fixing(Fixes.PROGRAM, config), programs.mesh)
+            saved = SavedPrograms(config.compiled_dir, program_keys(config), programs.mesh)
         return PlannedPretraining(self, plan, programs, saved, self._tasks_model(programs))
 
     def _tasks_model(self, programs: Programs) -> RunModel | None:

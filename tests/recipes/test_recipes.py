@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch import load_config
-from maxbatch.config.recipes import choices, slots_per_sample
+from maxbatch.config.recipes import CHOICES, slots_per_sample
 from maxbatch.config.sections import KEYS
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.plan.batch import BatchPlan
@@ -22,7 +22,7 @@ STATED = {"text": (), "conversation": ("use_sft=true",), "pair": ("use_dpo=true"
 
 def test_each_kind_is_a_file_and_all_but_text_have_a_key() -> None:
     files = {path.stem for path in FILES.glob("*.py")} - {"__init__"}
-    assert files == set(STATED) == {"text", *choices().values()}
+    assert files == set(STATED) == {"text", *CHOICES.values()}
 
 
 @pytest.mark.parametrize("kind", STATED)
@@ -74,4 +74,4 @@ def test_the_kind_of_a_plan_brings_neither_numpy_nor_jax() -> None:
 
 
 def test_a_key_that_chooses_a_kind_is_off_by_default() -> None:
-    assert {str(KEYS[name].default) for name in choices()} == {"null", "false"}
+    assert {str(KEYS[name].default) for name in CHOICES} == {"null", "false"}

@@ -22,7 +22,7 @@ from maxbatch.config.cycle import cycle_of
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.keys import Fixes
 from maxbatch.config.matrices import LAYERS, MATRICES, moe_mlp_dim, parameters
-from maxbatch.config.pins import texts_fixing
+from maxbatch.config.pins import program_keys
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.config.sections import REMAT_TENSORS, names_fixing
 from maxbatch.data.feed.placement import BatchShape
@@ -64,11 +64,10 @@ class CompilerOracle:
         self.config, self.target, self.mesh, self._say = config, target, mesh, say
         self.asked: dict[BatchShape, Asked] = {}
         self._folder = cache_folder(config.data_cache_dir, "fit")
-        shaping = texts_fixing(Fixes.PROGRAM, config)
         identity = {
             "format": _FORMAT,
             # The shape defines the batch.
-            "keys": {k: v for k, v in shaping.items() if k not in names_fixing(Fixes.BATCH)},
+            "keys": {k: v for k, v in program_keys(config).items() if k not in names_fixing(Fixes.BATCH)},
             "versions": versions(target.devices[0].platform),
             "target": [target.name, device_facts(target.devices), target.memory_bytes],
         }
