@@ -21,7 +21,8 @@ from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import shown
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
-from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.mesh import make_mesh

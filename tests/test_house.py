@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import importlib.metadata
 import re
 import sys
@@ -78,6 +79,12 @@ def test_contributing_shows_the_rooms_that_import_linter_enforces() -> None:
 
 def test_no_contract_of_imports_has_exceptions() -> None:
     assert "ignore_imports" not in (ROOT / "pyproject.toml").read_text()
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    """Imports inside of functions and for types count too; `maxbatch/__init__.py` hands names of all rooms on."""
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in MODULES}
+    graphlib.TopologicalSorter({name: names.keys() & _imports(path) for name, path in names.items()}).prepare()
 
 
 def test_what_is_imported_is_declared() -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from maxbatch.commands.arguments import add_config, config_of, count, whole
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.errors import ConfigError

@@ -19,7 +19,7 @@ from maxbatch.system.warning import note
 
 if TYPE_CHECKING:
     from maxbatch.config.config import Config
-    from maxbatch.data.store.tokenizers import Tokenizer
+    from maxbatch.data.store.tokenizer import Tokenizer
     from maxbatch.sampling.chat import Chat
 
 _TEXT_TOKENS = 128

@@ -16,7 +16,8 @@ from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Build, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
-from maxbatch.data.store.tokenizers import Tokenizer, make_tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError, StoreRefused, writing

@@ -15,7 +15,7 @@ from maxbatch.training.update.recipe import TrainedRecipe
 if TYPE_CHECKING:
     from maxbatch.data.store.conversations import Conversations
     from maxbatch.data.store.store import Manifest
-    from maxbatch.data.store.tokenizers import Tokenizer
+    from maxbatch.data.store.tokenizer import Tokenizer
 
 
 class ConversationRecipe(TrainedRecipe):

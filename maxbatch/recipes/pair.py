@@ -23,7 +23,7 @@ from maxbatch.training.update.recipe import TrainedRecipe
 if TYPE_CHECKING:
     from maxbatch.config.combined import ProgramsConfig
     from maxbatch.data.store.store import Manifest
-    from maxbatch.data.store.tokenizers import Tokenizer
+    from maxbatch.data.store.tokenizer import Tokenizer
     from maxbatch.data.stream.pair_rows import PairRows
     from maxbatch.training.update.gradients import Objective
 

@@ -25,7 +25,8 @@ from maxbatch.data.store.conversations import messages_of
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
-from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, make_tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.samples import place_in_epochs

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.config.combined import RolloutConfig
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.huggingface.folder.config_json import end_tokens
 from maxbatch.parallel.hosts import gather
 from maxbatch.parallel.resharding import HandedOver, Resharding

@@ -5,7 +5,7 @@ from __future__ import annotations
 from maxbatch.parallel.hosts import is_first
 from maxbatch.rl.collecting import CollectedBatch
 from maxbatch.rl.evaluation import Evaluation
-from maxbatch.runs.metrics import StepLog
+from maxbatch.runs.metrics_log import StepLog
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.training.task import ShowText
 

@@ -1,30 +1,23 @@
-"""`metrics.jsonl`: one line per update, appended while a run trains, checked when it resumes, read by the commands."""
+"""The lines of `metrics.jsonl`, one per update, as the commands and a resume read them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import json
-import math
 import os
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from maxbatch.config.values import shown_path
 from maxbatch.runs.metrics_schema import Metric, find_metric
-from maxbatch.system.appending import open_appender
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, open_whole
 
-if TYPE_CHECKING:
-    from maxbatch.runs.run_folder import RunFolder
-
 Record = dict[str, Any]  # the fields of a line, by name
 
-_NAME = "metrics.jsonl"
+METRICS_FILE = "metrics.jsonl"
 # The Python types of the schema's kinds; a real that was not finite is null.
 _NULL, _NUMBER = type(None), (int, float)
 _TYPES = {
@@ -56,80 +49,6 @@ class UpdateSeconds(NamedTuple):
     waited: float  # of it, for data
 
 
-class StepLog:
-    """A file of JSON lines that each belong to an update.
-
-    Opening it drops the lines after `step`, whose updates are trained again, and lines that cannot be read.
-    """
-
-    def __init__(self, folder: RunFolder, name: str, step: int) -> None:
-        self._path = folder.path / name
-        old = read_lines(self._path)
-        kept = self._kept(old, step)
-        self._file = open_appender(self._path, b"".join(kept), found=b"".join(old))
-
-    def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
-        return [line for line in lines if (record := _parse(line)) and record["step"] <= step]
-
-    def append(self, record: Mapping[str, object]) -> None:
-        """Adds a line, whole or not at all; a number that is not finite becomes null."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
-        line = (json.dumps(finite, allow_nan=False) + "\n").encode()
-        self._file.append(line)
-
-    def sync(self) -> None:
-        """Waits until every line so far is on disk, or in the store."""
-        self._file.sync()
-
-    def close(self) -> None:
-        self._file.close()
-
-
-class MetricsLog(StepLog):
-    """`metrics.jsonl` of a run: its lines have the steps 1, 2, 3, ..., each once.
-
-    Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once with those that do.
-    """
-
-    def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:
-        self._samples_seen, self._warn = samples_seen, warn
-        self._is_fork = folder.is_fork
-        super().__init__(folder, _NAME, step)
-
-    def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
-        found: dict[int, list[tuple[bytes, Record]]] = defaultdict(list)
-        for line in lines:
-            record = _parse(line)
-            if record and not _wrong_field(record):
-                found[record["step"]].append((line, record))
-        kept, sure, before = [], set(), {"step": 0, "samples_seen": 0}
-        start = min(found, default=step + 1) if self._is_fork else 1
-        for number in sorted(number for number in found if start <= number <= step):
-            sound = [one for one in found[number] if self._agrees(one[1], before, step)]
-            if len(sound) == len(found[number]) == 1:
-                sure.add(number)
-            if sound:
-                line, before = sound[0]
-                kept.append(line)
-        if num_holes := max(0, step + 1 - start) - len(sure):
-            holes = itertools.islice((number for number in range(start, step + 1) if number not in sure), 5)
-            steps = ", ".join(map(str, holes)) + (f" and {num_holes - 5} more" if num_holes > 5 else "")
-            self._warn(
-                f"{self._path}: lines are missing, unreadable, doubled or contradict others (step {steps}); "
-                "the run continues without them"
-            )
-        return kept
-
-    def _agrees(self, record: Mapping[str, int], before: Mapping[str, int], last: int) -> bool:
-        """Returns whether a line fits the one before it and the position of the run."""
-        seen, growth = record["samples_seen"], record["samples_seen"] - before["samples_seen"]
-        if growth < 0 or seen > self._samples_seen or (record["step"] == last and seen < self._samples_seen):
-            return False
-        # An update of pre-training uses up its batch; one of reinforcement learning may leave the batch unfinished.
-        is_next = record["step"] == before["step"] + 1 and Metric.REWARD not in record
-        return not (is_next and growth and record["global_batch_size"] % growth)
-
-
 def read_metrics(run_dir: str | os.PathLike[str] | AnyPath) -> list[Record]:
     """Returns the records of a run's `metrics.jsonl`, one dict per update; none before the first.
 
@@ -157,16 +76,16 @@ def scan_metrics(run_dir: AnyPath) -> ScannedMetrics:
     Raises:
       ConfigError: the file cannot be read, or another line is no record of an update.
     """
-    path, records, holes = run_dir / _NAME, [], []
+    path, records, holes = run_dir / METRICS_FILE, [], []
     lines = read_lines(path)
     for number, line in enumerate(lines, start=1):
         beyond: list[str] = []
-        record = _parse(line, beyond)
+        record = parse_line(line, beyond)
         if beyond:
             holes.append(number)
         if beyond and (record is None or any(record.get(name, 0) is None for name in _REQUIRED if name != Metric.LOSS)):
             continue
-        wrong = "must be a JSON object with a whole `step`" if record is None else _wrong_field(record)
+        wrong = "must be a JSON object with a whole `step`" if record is None else wrong_field(record)
         if record is not None and not wrong:
             records.append(record)
         elif number < len(lines):
@@ -181,15 +100,17 @@ def is_weightless(record: Mapping[str, object]) -> bool:
 
 def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
     """Returns the positions after a step in the lines of `metrics.jsonl`; usually there is one."""
-    records = filter(None, map(_parse, read_lines(run_dir / _NAME)))
-    return [r["samples_seen"] for r in records if r["step"] == step and not _wrong_field(r)]
+    records = filter(None, map(parse_line, read_lines(run_dir / METRICS_FILE)))
+    return [r["samples_seen"] for r in records if r["step"] == step and not wrong_field(r)]
 
 
 def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
     """Returns the times of the updates after step `after` by step, from valid lines of `metrics.jsonl`."""
-    late = (line for line in read_lines(run_dir / _NAME) if not (step := _STEP.match(line)) or int(step[1]) > after)
+    late = (
+        line for line in read_lines(run_dir / METRICS_FILE) if not (step := _STEP.match(line)) or int(step[1]) > after
+    )
     found = {}
-    for record in filter(None, map(_parse, late)):
+    for record in filter(None, map(parse_line, late)):
         whole, waited = (record.get(name) for name in (Metric.STEP_TIME_S, Metric.DATA_WAIT_S))
         if record["step"] > after and type(whole) is float and type(waited) is float and min(whole, waited) >= 0:
             found[record["step"]] = UpdateSeconds(whole, min(whole, waited))
@@ -198,7 +119,7 @@ def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
 
 def read_step_log(path: AnyPath) -> list[Record]:
     """Returns the records of a file of JSON lines that each belong to an update; leaves out damaged lines."""
-    return [record for line in read_lines(path) if (record := _parse(line)) is not None]
+    return [record for line in read_lines(path) if (record := parse_line(line)) is not None]
 
 
 def read_lines(path: AnyPath) -> list[bytes]:
@@ -216,7 +137,7 @@ def _bounded_lines(file: BinaryIO) -> Iterator[bytes]:
             line = file.readline(_LONGEST_LINE)
 
 
-def _parse(line: bytes, beyond: list[str] | None = None) -> Record | None:
+def parse_line(line: bytes, beyond: list[str] | None = None) -> Record | None:
     """Returns the record of an update, None for a damaged line; appends numbers out of bounds to `beyond`."""
 
     def number(text: str, read: Callable[[str], float]) -> float | None:
@@ -239,7 +160,7 @@ def _parse(line: bytes, beyond: list[str] | None = None) -> Record | None:
     return record if has_step else None
 
 
-def _wrong_field(record: Mapping[str, object]) -> str | None:
+def wrong_field(record: Mapping[str, object]) -> str | None:
     """Returns the rule that a record breaks; None for a valid record."""
     missing = [name for name in _REQUIRED if name not in record]
     wrong = [name for name, value in record.items() if type(value) not in _types(name)]

@@ -13,7 +13,7 @@ import numpy as np
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import Message
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import ConfigError

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import NORMS, STACKS
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.model.cache import Cache, Caches, StateCache
 from maxbatch.model.decoder import Decoder
 from maxbatch.model.eight_bits import check_platform

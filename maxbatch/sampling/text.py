@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.config.combined import TextConfig
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import TrainingError

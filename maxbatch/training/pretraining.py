@@ -23,7 +23,8 @@ from maxbatch.config.values import shown
 from maxbatch.data.feed.feed import Feed, StagedBatch
 from maxbatch.data.feed.placement import is_loading
 from maxbatch.data.store.store import IDS
-from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.data.stream.own import as_stream
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens

@@ -26,7 +26,8 @@ from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
-from maxbatch.runs.metrics import MetricsLog, Record, read_metrics
+from maxbatch.runs.metrics import Record, read_metrics
+from maxbatch.runs.metrics_log import MetricsLog
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.runs.run_folder import RunFolder

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from maxbatch import ConfigError
-from maxbatch.runs.metrics import MetricsLog, StepLog, read_metrics
+from maxbatch.runs.metrics import read_metrics
+from maxbatch.runs.metrics_log import MetricsLog, StepLog
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.errors import TrainingError
 

@@ -12,7 +12,8 @@ from flax import nnx
 from maxbatch import ConfigError, load_config
 from maxbatch.commands.generate import print_answer
 from maxbatch.data.store.chat_prompts import ChatPrompts
-from maxbatch.data.store.tokenizers import ByteTokenizer, Tokenizer, make_tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.sampling.chat import Chat
 from maxbatch.sampling.sampler import Sampler, SamplingRules

@@ -41,7 +41,7 @@ from maxbatch.data.store.token_store import (
     signature,
 )
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.atomic_files import remove_leftovers, write_atomically, writing_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.fences import BUILDING

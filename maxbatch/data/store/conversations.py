@@ -33,7 +33,7 @@ import numpy as np
 from maxbatch.config.values import shown
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered
 from maxbatch.data.store.chat_template import ChatTemplate
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 

@@ -17,7 +17,7 @@ from maxbatch.data.store.cache_folder import cache_file, cache_folder, keep, rec
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Manifest, Store
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError, StoreRefused
 from maxbatch.system.storage import as_path
 from maxbatch.system.warning import warn_once

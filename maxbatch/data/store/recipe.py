@@ -12,7 +12,7 @@ from maxbatch.config.sections import DataConfig, names_fixing
 if TYPE_CHECKING:
     from maxbatch.data.store.conversations import Conversations
     from maxbatch.data.store.store import Manifest
-    from maxbatch.data.store.tokenizers import Tokenizer
+    from maxbatch.data.store.tokenizer import Tokenizer
 
 
 class StoreRecipe(Recipe):

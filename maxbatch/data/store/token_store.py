@@ -35,7 +35,8 @@ from maxbatch.data.store.document_table import BlockTable, MappedTable, RangedTa
 from maxbatch.data.store.file_contents import Contents, contents_of, known_contents
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Manifest
-from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import check_special_tokens
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
 from maxbatch.system.leases import LEASE_FILE

@@ -20,7 +20,7 @@ from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
 from maxbatch.data.store.token_store import TokenLayout
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.errors import TrainingError
 from maxbatch.system.ray_cluster import RayCluster, RayPool
 from maxbatch.system.worker_pool import WorkerEnded, WorkerPool

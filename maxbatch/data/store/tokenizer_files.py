@@ -14,7 +14,7 @@ import numpy as np
 
 from maxbatch.config.values import shown, shown_path, utf8_of
 from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
-from maxbatch.data.store.tokenizers import PlainTokenizer
+from maxbatch.data.store.tokenizer import PlainTokenizer
 from maxbatch.huggingface.folder.hub import folder_of, hub_problem
 from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError, reading

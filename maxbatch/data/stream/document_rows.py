@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import STORES
@@ -11,22 +12,27 @@ from maxbatch.data.store.document_table import RangedTable
 from maxbatch.data.store.heldout import Records
 from maxbatch.data.stream.packing import find_best_fit, open_best_fit
 from maxbatch.data.stream.rows import BlockLayout, ConcatenatePlan, DocumentPlan, Lay, RowPlan, StoredRows, WholeLayout
-from maxbatch.data.stream.split import Opened, Split
+from maxbatch.data.stream.split import Fitted, Opened, Split
 from maxbatch.system.errors import ConfigError
-
-if TYPE_CHECKING:
-    from maxbatch.data.stream.recipe import StreamRecipe
 
 _WHOLE_DOCUMENTS = 1 << 18  # whose places are held in memory: 24 bytes each
 
 
-def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> Opened:
-    """Returns the rows of a split's documents, for a kind of sample.
+class Cut(NamedTuple):
+    """How a kind of sample cuts the documents of a split."""
+
+    strategy: str  # `packing_strategy`
+    reads_blocks: bool  # whether rows can be found through blocks of a large document table
+    fitted: Callable[[], Fitted]  # the documents, cut to fit rows
+
+
+def open_documents(config: StreamConfig, split: Split, cut: Cut) -> Opened:
+    """Returns the rows of a split's documents.
 
     Raises:
-      ConfigError: the documents have no tokens, or the kind refuses a too long one.
+      ConfigError: the documents have no tokens, or one is too long for its kind of sample.
     """
-    plan, num_documents, num_overlong = _open_plan(config, split, recipe)
+    plan, num_documents, num_overlong = _open_plan(config, split, cut)
     if not plan.num_rows:
         problem = f"dataset_type={config.dataset_type}: none of the {len(split.records)} documents has a token"
         adds_tokens = config.dataset_type not in STORES
@@ -34,26 +40,26 @@ def open_documents(config: StreamConfig, split: Split, recipe: StreamRecipe) -> 
     return Opened(StoredRows(split.store, plan, num_documents, split.pad_id), num_overlong)
 
 
-def num_rows_if_cached(config: StreamConfig, split: Split, recipe: StreamRecipe) -> int | None:
+def num_rows_if_cached(config: StreamConfig, split: Split, cut: Cut) -> int | None:
     """Returns the number of rows, or None if documents would have to be packed."""
-    if recipe.strategy(config) == "best_fit":
+    if cut.strategy == "best_fit":
         found = find_best_fit(config.data_cache_dir, config.max_target_length, split.key)
         return None if found is None else found.num_rows
-    return _open_plan(config, split, recipe)[0].num_rows
+    return _open_plan(config, split, cut)[0].num_rows
 
 
-def _open_plan(config: StreamConfig, split: Split, recipe: StreamRecipe) -> tuple[RowPlan, int, int]:
+def _open_plan(config: StreamConfig, split: Split, cut: Cut) -> tuple[RowPlan, int, int]:
     """Returns the cut of a split into rows, the number of its documents, and the number longer than a row."""
-    records, strategy, length = split.records, recipe.strategy(config), config.max_target_length
-    if isinstance(records, Records) and strategy == "concatenate":
+    records, length = split.records, config.max_target_length
+    if isinstance(records, Records) and cut.strategy == "concatenate":
         if records.are_all and config.packing:  # the store's tokens in order, without computation
             return ConcatenatePlan.of_store(split.store, length), len(records), 0
         is_large = records.total > _WHOLE_DOCUMENTS or isinstance(split.store.table, RangedTable)
-        if recipe.reads_blocks and is_large:
+        if cut.reads_blocks and is_large:
             return _plan(config, partial(BlockLayout, split.store, records)), len(records), 0
-    extents, num_overlong = recipe.fitted(config, split)
+    extents, num_overlong = cut.fitted()
     plan: RowPlan
-    if strategy == "best_fit":
+    if cut.strategy == "best_fit":
         plan = open_best_fit(config.data_cache_dir, length, split.key, lambda: extents)
     else:
         plan = _plan(config, partial(WholeLayout, extents))

@@ -15,7 +15,8 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import TokenIds
 from maxbatch.data.store.lookup import open_store
 from maxbatch.data.store.megatron import open_megatron
-from maxbatch.data.store.tokenizers import Tokenizer, check_special_tokens, tokenizer_of
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import check_special_tokens, tokenizer_of
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.data.stream.recipe import StreamRecipe
 from maxbatch.huggingface.folder.hub import folder_of

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from functools import partial
+from typing import TYPE_CHECKING, ClassVar
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import names_fixing
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.stream.split import Fitted, Opened, Split
+
+if TYPE_CHECKING:
+    from maxbatch.data.stream.document_rows import Cut
 
 Identity = dict[str, str | int | bool]
 
@@ -46,10 +50,15 @@ class StreamRecipe(StoreRecipe):
         """Returns the rows of a split."""
         from maxbatch.data.stream.document_rows import open_documents
 
-        return open_documents(config, split, self)
+        return open_documents(config, split, self._cut(config, split))
 
     def num_rows_if_cached(self, config: StreamConfig, split: Split) -> int | None:
         """Returns the number of a split's rows if known without packing."""
         from maxbatch.data.stream.document_rows import num_rows_if_cached
 
-        return num_rows_if_cached(config, split, self)
+        return num_rows_if_cached(config, split, self._cut(config, split))
+
+    def _cut(self, config: StreamConfig, split: Split) -> Cut:
+        from maxbatch.data.stream.document_rows import Cut
+
+        return Cut(self.strategy(config), self.reads_blocks, partial(self.fitted, config, split))

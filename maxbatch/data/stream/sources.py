@@ -22,7 +22,8 @@ from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.megatron import MegatronStore
 from maxbatch.data.store.store import Store
-from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture

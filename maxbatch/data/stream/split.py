@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from maxbatch.data.store.heldout import Records
     from maxbatch.data.store.store import Store
-    from maxbatch.data.store.tokenizers import Tokenizer
+    from maxbatch.data.store.tokenizer import Tokenizer
     from maxbatch.data.stream.rows import Extents, RowSource
 
 

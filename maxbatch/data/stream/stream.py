@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.config import Config, as_config
 from maxbatch.config.values import shown
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture, stages_of
 from maxbatch.data.stream.mixture_order import StagedOrder
 from maxbatch.data.stream.reader import Order, ReadAhead, Reader

@@ -13,7 +13,8 @@ from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown_path
-from maxbatch.data.store.tokenizers import Tokenizer, tokenizer_of
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places, tensor_shapes
 from maxbatch.huggingface.folder.config_export import TOKEN_IDS, config_json
 from maxbatch.huggingface.folder.config_json import (

@@ -16,7 +16,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import Message
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.scoring import RowScores

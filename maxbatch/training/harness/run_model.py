@@ -9,7 +9,7 @@ from functools import cached_property
 from jax.sharding import Mesh
 
 from maxbatch.config.combined import TextConfig
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.sampling.completions import Completer

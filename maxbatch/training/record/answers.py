@@ -16,11 +16,11 @@ from jax.sharding import Mesh
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.data.store.chat_prompts import chat_prompts
-from maxbatch.data.store.tokenizers import Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.stream.stream import Stream
 from maxbatch.parallel.trees import State
 from maxbatch.runs.answers import ANSWERS_FILE, Answer
-from maxbatch.runs.metrics import StepLog
+from maxbatch.runs.metrics_log import StepLog
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.sampling.sampler import Sampler, SamplingRules
 from maxbatch.system.errors import TrainingError

@@ -14,7 +14,8 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.config.config import Config
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.data.store.tokenizers import ByteTokenizer, Tokenizer, check_special_tokens, make_tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.store.tokenizers import ByteTokenizer, check_special_tokens, make_tokenizer
 
 
 @pytest.mark.parametrize("text", ["", "plain", "tab\tline\n\r\n", "żółw 🐢 汉字", "\x00\x7f"])

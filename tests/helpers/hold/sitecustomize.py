@@ -8,7 +8,7 @@ import os
 import time
 from typing import Any
 
-from maxbatch.runs.metrics import MetricsLog
+from maxbatch.runs.metrics_log import MetricsLog
 
 _append = MetricsLog.append
 
