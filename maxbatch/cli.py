@@ -108,7 +108,12 @@ def _dispatch(argv: list[str]) -> int:
 
 
 def make_parser(name: str, arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """Returns the parser of a command; its errors are ConfigErrors, which name all unknown flags of `arguments`."""
+    """Returns the parser of a command, which raises ConfigError instead of ending the process.
+
+    Args:
+      name: the command.
+      arguments: the arguments to parse, for messages that name all unknown ones.
+    """
     parser = _Parser(name, COMMANDS[name], arguments)
     importlib.import_module(COMMANDS[name].module).add_arguments(parser)
     return parser

@@ -13,7 +13,8 @@ _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]") 
 def junit_xml(name: str, found: Audit) -> str:
     """Returns the XML of an audit: a failure for a broken promise, skipped for one that is not applicable.
 
-    `name` is the test suite's, such as `trainer.py:make`.
+    Args:
+      name: of the test suite, such as `trainer.py:make`.
     """
     broken = len(found.broken)
     skipped = sum(verdict.status == "not applicable" for verdict in found.verdicts)

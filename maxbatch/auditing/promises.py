@@ -16,6 +16,8 @@ _ENOUGH = 2  # updates that show whether a row counts; one update of Adam may no
 
 
 class Side(NamedTuple):
+    """One run."""
+
     layout: Layout
     rows: RowSpec
     save_after: int = 0  # updates after which a fresh trainer continues from the saved state; 0: no resume

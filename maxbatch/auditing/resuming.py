@@ -79,7 +79,11 @@ def resumed_elsewhere(
 
 
 def by_name(make: Make) -> ImportMake:
-    """Returns an import of a `make` that pickle finds by the name of its module."""
+    """Returns an import of a `make` that pickle finds by the name of its module.
+
+    Raises:
+      NoProcess: pickle does not find it, for example because another function made it.
+    """
     try:
         return functools.partial(pickle.loads, pickle.dumps(make))
     except Exception as error:

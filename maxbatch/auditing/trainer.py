@@ -55,6 +55,8 @@ class Unsaved(Refused):
 
 
 class Saved(NamedTuple):
+    """A saved state."""
+
     pickled: bytes
     state: object = None  # a deep copy, of a state that cannot be pickled
     problem: str = ""  # why it cannot be

@@ -40,6 +40,9 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> Config:
     """Returns the config of the positional arguments; warns of a ramp that nothing else mentions.
 
     Without a file it reads `default`, or base.yml alone.
+
+    Raises:
+      ConfigError: two files, or a config that cannot be used.
     """
     from maxbatch.config.loading import config_from, displaced_ramp, resolve
 
@@ -174,6 +177,9 @@ def ray_cluster(args: argparse.Namespace, retries: int = -1) -> contextlib.Abstr
     """Returns the cluster of the flags of `add_ray`, None without them, as a context manager.
 
     It runs a task again up to `retries` times (-1: always) after its node or its worker process was lost.
+
+    Raises:
+      ConfigError: `--resources` without `--ray`, or a cluster that cannot be used.
     """
     if args.ray is None:
         if args.resources:

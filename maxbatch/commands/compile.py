@@ -120,7 +120,11 @@ def _on_simulated_hosts(args: argparse.Namespace) -> int:
 
 
 def _smaller(config: Config, args: argparse.Namespace, target: Target) -> list[tuple[Target, BatchPlan]]:
-    """Returns the slices without 1 to `--survive` of them, and the plan on each machine."""
+    """Returns the slices without 1 to `--survive` of them, and the plan on each machine.
+
+    Raises:
+      ConfigError: the devices are not slices of a topology, nothing is left, or a rule of the batch is broken there.
+    """
     found = []
     for left, _ in smaller_targets(args, target):
         try:

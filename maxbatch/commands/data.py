@@ -35,7 +35,11 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Prints samples, their fingerprint, or the figures of an epoch; returns the exit code."""
+    """Prints samples, their fingerprint, or the figures of an epoch; returns the exit code.
+
+    Raises:
+      ConfigError: a config or data that cannot be used.
+    """
     config = config_of(args)
     recipe = config.recipe
     if recipe.is_sampled:

@@ -44,7 +44,12 @@ def add_arguments(parser: ArgumentParser) -> None:
 
 
 def run(args: Namespace) -> int:
-    """Prepares the dataset of a config, or verifies a prepared one; returns the exit code."""
+    """Prepares the dataset of a config, or verifies a prepared one; returns the exit code.
+
+    Raises:
+      ConfigError: a dataset, tokenizer or folder that cannot be used, or a damaged store.
+      TrainingError: a worker was killed.
+    """
     config = config_of(args).stream
     if args.verify is not None:
         if args.ray is not None or args.resources:

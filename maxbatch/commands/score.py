@@ -49,7 +49,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _lines(path: str) -> list[dict[str, object]]:
-    """Returns the records of a file."""
+    """Returns the records of a file.
+
+    Raises:
+      ConfigError: the file cannot be read, has no record, or a line is not a JSON object.
+    """
     files = list_files("FILE", path, *FOLDER_FILES["jsonl"]).files
     source = DocumentSource("jsonl", "FILE", path, files, (), text_field=None, record_format="", skip_bad_records=False)
     lines = [json.loads(document.utf8) for document in source.documents()]

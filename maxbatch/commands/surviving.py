@@ -62,7 +62,11 @@ def topology_machine(config: Config, topology: str, num_slices: int) -> tuple[Co
 def survivors(
     config: Config, machine: Machine, survive: int, samples_per_epoch: int | None, topology: str | None
 ) -> list[SurvivingMachine]:
-    """Returns a row for the machine, and for the machine without 1 to `survive` of its parts."""
+    """Returns a row for the machine, and for the machine without 1 to `survive` of its parts.
+
+    Raises:
+      ConfigError: nothing would be left.
+    """
     found = []
     for left in smaller_machines(machine, survive):
         try:

@@ -38,7 +38,11 @@ def config_and_target(args: argparse.Namespace) -> tuple[Config, Target]:
 
 
 def config_before_devices(args: argparse.Namespace) -> Config:
-    """Returns the config, with all set that must be set before JAX finds its devices."""
+    """Returns the config, with all set that must be set before JAX finds its devices.
+
+    Raises:
+      ConfigError: an invalid config, or flags that contradict each other.
+    """
     config = config_of(args)
     check_batch_keys(config.plan)
     if args.topology and args.simulate_devices:
@@ -67,7 +71,11 @@ def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Targ
 
 
 def plan_on(config: Config, target: Target) -> BatchPlan:
-    """Returns the batch plan of a config on the mesh of devices."""
+    """Returns the batch plan of a config on the mesh of devices.
+
+    Raises:
+      ConfigError: the devices cannot run the model, or a rule of the batch is broken.
+    """
     from maxbatch.data.stream.sources import samples_per_epoch_if_cached
     from maxbatch.training.programs import checked_mesh_shape
 

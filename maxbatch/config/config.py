@@ -74,7 +74,11 @@ def as_plan(config: Config | ConfigDict | PlanConfig) -> PlanConfig:
 
 
 def as_config(config: Config | ConfigDict) -> Config:
-    """Returns a config of `load_config`, or a frozen copy of the keys of a user's `ConfigDict`; refuses others."""
+    """Returns a config of `load_config`, or a frozen copy of the keys of a user's `ConfigDict`.
+
+    Raises:
+      ConfigError: it is neither.
+    """
     if isinstance(config, Config):
         return config
     from ml_collections import ConfigDict

@@ -91,6 +91,8 @@ _SHARED_BY_KIND = {"path": Shared.CONTENT, "paths": Shared.CONTENT, "local": Sha
 
 @dataclasses.dataclass(frozen=True)
 class Key(Scalar):
+    """One config key."""
+
     _: dataclasses.KW_ONLY
     fixes: Fixes
     sentence: str  # its meaning, one line

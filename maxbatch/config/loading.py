@@ -114,7 +114,11 @@ def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
 
 
 def override_texts(stated: Mapping[str, object]) -> list[str]:
-    """Returns Python values as "key=value" texts; items of a list are joined by commas, and other types are refused."""
+    """Returns Python values as "key=value" texts; items of a list are joined by commas.
+
+    Raises:
+      ConfigError: no key has a value of this type.
+    """
     return [f"{name}={_text_of(name, value)}" for name, value in stated.items()]
 
 

@@ -90,6 +90,7 @@ def hint(name: str, is_of_prompts: bool = False, most: int = 2) -> str:
     """Returns a hint for an unknown name, for messages: its rows in the table of words, or the key it misspells.
 
     Args:
+      name: the unknown name.
       is_of_prompts: whether the config trains on prompts; prefers words of reinforcement learning.
       most: largest number of meanings of a word in the hint.
     """

@@ -233,9 +233,11 @@ def amount(text: str) -> Fraction | None:
 
 
 def counted(text: str, slots: int) -> Fraction | None:
-    """Returns a count of samples from a text; None for other text.
+    """Returns a count of samples, stated in samples or, with the suffix t, in tokens; None for other text.
 
-    It is stated in samples (`256`, `100K`) or, with the suffix t, in tokens (`2Mit`); a sample has `slots` of them.
+    Args:
+      text: such as `256`, `100K` or `2Mit`.
+      slots: tokens of a sample.
     """
     number = amount(text.removesuffix("t"))
     if number is None or not 0 <= number <= _LARGEST:

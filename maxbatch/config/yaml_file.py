@@ -33,7 +33,11 @@ _WORD_LISTS = {"mlp_activations", "attention_type", *(name for name, key in KEYS
 
 
 def entries(path: AnyPath) -> Iterator[Entry]:
-    """Yields the keys of a config file."""
+    """Yields the keys of a config file.
+
+    Raises:
+      ConfigError: the file cannot be read, or its lines are not `key: value`.
+    """
     node = compose(path)
     if node is not None:
         for name, value_node, where in pairs(path, node):

@@ -100,7 +100,12 @@ class Page:
         return f"plot: {path}"
 
     def write(self, path: AnyPath) -> None:
-        """Writes the page; raises ConfigError if bokeh is not installed."""
+        """Writes the page.
+
+        Raises:
+          ConfigError: bokeh is not installed, or the file cannot be written.
+          TrainingError: the disk is full.
+        """
         write_atomically(path, self._html())
 
     def _html(self) -> str:

@@ -17,6 +17,8 @@ _MOST_GROUPS = 10
 
 
 class Axis(NamedTuple):
+    """An axis of a figure."""
+
     title: str
     kind: str = "linear"  # `linear`, `log` or `category`
     ticks: tuple[float, ...] = ()  # empty: chosen by the library

@@ -19,7 +19,11 @@ class Answer(NamedTuple):
 
 
 def read_answers(run_dir: AnyPath) -> tuple[int, list[Answer]] | None:
-    """Returns the step of the last eval with answers, and the answers; None if there is none."""
+    """Returns the step of the last eval with answers, and the answers; None if there is none.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
     for record in reversed(read_step_log(run_dir / ANSWERS_FILE)):
         found = record.get("answers")
         if isinstance(found, list) and found and all(map(_is_answer, found)):

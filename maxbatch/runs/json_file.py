@@ -67,5 +67,10 @@ def _is_one(value: object, types: tuple[type, ...]) -> bool:
 
 
 def write_json(path: AnyPath, value: object) -> None:
-    """Writes a JSON file, one line for each item; raises as `write_atomically` does."""
+    """Writes a JSON file, one line for each item.
+
+    Raises:
+      ConfigError: the file cannot be written.
+      TrainingError: the disk is full.
+    """
     write_atomically(path, json.dumps(value, indent=1) + "\n")

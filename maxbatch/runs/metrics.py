@@ -118,12 +118,20 @@ def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:
 
 
 def read_step_log(path: AnyPath) -> list[Record]:
-    """Returns the records of a file of JSON lines that each belong to an update; leaves out damaged lines."""
+    """Returns the records of a file of JSON lines that each belong to an update; leaves out damaged lines.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
     return [record for line in read_lines(path) if (record := parse_line(line)) is not None]
 
 
 def read_lines(path: AnyPath) -> list[bytes]:
-    """Returns the lines of a file, none if there is no file; cuts lines that are too long for a record."""
+    """Returns the lines of a file, none if there is no file; cuts lines that are too long for a record.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
     with reading(path), contextlib.suppress(FileNotFoundError), open_whole(path) as file:
         return list(_bounded_lines(file))
     return []

@@ -30,6 +30,7 @@ class BestEval(NamedTuple):
     evals_since: int = 0  # later evals, none of which was lower
 
     def after(self, loss: float, step: int) -> BestEval:
+        """Returns the best eval after one more eval."""
         if math.isfinite(loss) and (self.loss is None or loss < self.loss):
             return BestEval(loss, step)
         return self._replace(evals_since=self.evals_since + 1)

@@ -110,9 +110,10 @@ class RunFolder:
         self.identity = self._write_identity(self.identity.reading(reads))
 
     def join(self, started: RunIdentity, patience_s: float = 10.0) -> bool:
-        """Takes over `started`, the identity that `start_together` returned to the host that writes.
+        """Takes over the identity of the run from the host that writes; returns whether this host sees its folder.
 
-        Returns whether this host sees its folder.
+        Args:
+          started: what `start_together` returned there.
         """
         self.identity, end = started, time.monotonic() + patience_s
         while read_identity(self.path) != started:

@@ -49,7 +49,11 @@ class RunIdentity:
 
 
 def read_identity(run_dir: AnyPath) -> RunIdentity | None:
-    """Returns the content of a run folder's `run.json`; None if it is missing or damaged; raises OSError if denied."""
+    """Returns the content of a run folder's `run.json`; None if it is missing or damaged.
+
+    Raises:
+      OSError: the system denies reading it.
+    """
     path = run_dir / RUN_FILE
     try:
         found = checked(_ADDED | bounded.read_json(path, str(path), finite=False), _SHAPE)

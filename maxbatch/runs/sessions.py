@@ -79,7 +79,11 @@ _SHAPE = {"started": float, "ended": float, "hosts": int, "devices": int, "first
 
 
 def read_sessions(run_dir: AnyPath) -> list[Session]:
-    """Returns the sessions of a run, oldest first; leaves out lines that cannot be read."""
+    """Returns the sessions of a run, oldest first; leaves out lines that cannot be read.
+
+    Raises:
+      ConfigError: the file cannot be read.
+    """
     return [found for line in read_lines(run_dir / SESSIONS_FILE) if (found := _parse(line)) is not None]
 
 

@@ -82,6 +82,8 @@ def metric_value(records: Sequence[Record], metric: str) -> float | None:
 
 @dataclasses.dataclass(frozen=True)
 class SweepFolder:
+    """The folder of a sweep."""
+
     path: AnyPath
 
     @property

@@ -31,6 +31,9 @@ def writing_atomically(path: AnyPath) -> Iterator[BinaryIO]:
 
     An object is uploaded from a temporary file. A link is kept and its target replaced. A device, a pipe or a
     descriptor of this process (`/dev/stdout`) is written into directly.
+
+    Raises:
+      OSError: the file cannot be written.
     """
     if isinstance(path, RemotePath):
         with tempfile.NamedTemporaryFile(prefix="maxbatch-") as local:
@@ -83,7 +86,12 @@ def _writing_into(path: Path) -> BinaryIO:
 
 
 def write_atomically(path: AnyPath, content: str | bytes) -> None:
-    """Writes a file, text as UTF-8; raises ConfigError if it cannot be written, TrainingError if the disk is full."""
+    """Writes a file, text as UTF-8.
+
+    Raises:
+      ConfigError: the file cannot be written there.
+      TrainingError: the disk is full.
+    """
     data = content.encode(errors="backslashreplace") if isinstance(content, str) else content
     if isinstance(path, RemotePath):
         path.write_bytes(data)
@@ -98,6 +106,9 @@ def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
 
     The file named `last` marks the folder as complete: it is written last, and an existing one is removed first.
     In an object store the files are written into the folder itself, `last` by the end of the block.
+
+    Raises:
+      OSError: the folder cannot be written.
     """
     if isinstance(folder, RemotePath):
         with _adding_objects(folder, last):

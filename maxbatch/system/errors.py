@@ -128,7 +128,10 @@ def _without_middle(text: str) -> str:
 def report(error: BaseException, as_json: bool = False) -> int:
     """Prints the error that ended a command, in one line unless it is a bug, and returns the exit code.
 
-    A terminal's lines break between words. `as_json` prints it on standard output too, as an object.
+    A terminal's lines break between words.
+
+    Args:
+      as_json: prints it on standard output too, as an object.
     """
     code, said = EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED, ""
     if is_interruption(error):

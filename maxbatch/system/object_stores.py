@@ -163,7 +163,11 @@ def _short(error: BaseException) -> str:
 
 @functools.cache
 def file_system(scheme: str) -> FileSystem:
-    """Returns the fsspec file system of a scheme."""
+    """Returns the fsspec file system of a scheme.
+
+    Raises:
+      ConfigError: its package is not installed; the message names the extra.
+    """
     package, extra = STORES[scheme].package, STORES[scheme].extra
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{scheme}:// needs {package}, which is not installed: pip install 'maxbatch[{extra}]'")

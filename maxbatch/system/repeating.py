@@ -9,9 +9,10 @@ from maxbatch.system.errors import ConfigError, TrainingError
 
 
 class Repeating:
-    """A thread that calls a function until it is stopped, or until the function fails.
+    """A thread that calls a function every `period_s` seconds until stopped, or until the function fails.
 
-    `period_s` are the seconds from the end of one call to the next.
+    Args:
+      period_s: seconds from the end of one call to the next.
     """
 
     def __init__(self, call: Callable[[], None], period_s: float, name: str) -> None:

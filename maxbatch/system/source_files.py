@@ -29,6 +29,8 @@ Matches = Callable[[str], object]  # tests the bare name of a file or folder
 
 
 class SourceFile(NamedTuple):
+    """One file of a dataset."""
+
     path: str  # absolute, or a URL
     name: str  # its path below the dataset
     size: int  # bytes

@@ -200,9 +200,11 @@ def missing_folder(path: AnyPath) -> str | None:
 
 
 def open_whole(path: AnyPath) -> BinaryIO:
-    """Opens a file for reading; raises ConfigError for anything else.
+    """Opens a file for reading. An object is read by one request, so that all bytes are of one version.
 
-    An object is read by one request, so that all bytes are of one version.
+    Raises:
+      ConfigError: the path is not a file.
+      OSError: the file cannot be read.
     """
     if is_misplaced(path, is_folder=False):
         raise ConfigError(f"{path}: must be a file")
@@ -257,6 +259,9 @@ def clone_tree(source: AnyPath, target: AnyPath, last: str) -> None:
 
     Objects are copied inside their store, `last` after all others. Local files are linked, or copied where links are
     impossible.
+
+    Raises:
+      OSError: a file cannot be read or written.
     """
     if isinstance(source, RemotePath) and isinstance(target, RemotePath):
         _copy_objects(source, target, last)
@@ -310,7 +315,11 @@ def fetch_tree(source: RemotePath, target: Path) -> None:
 
 
 def write_parts(path: AnyPath, parts: Sequence[Buffer]) -> None:
-    """Writes a new file from buffers: an object by one request, a file of a disk synced. It must be new."""
+    """Writes a new file from buffers: an object by one request, a file of a disk synced.
+
+    Raises:
+      OSError: the file cannot be written, or is there on a disk.
+    """
     if isinstance(path, RemotePath):
         path.write_bytes(b"".join(parts))
         return

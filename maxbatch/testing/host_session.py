@@ -19,7 +19,8 @@ from maxbatch.testing.pod import Pod, PodError
 class HostSession:
     """A pytest session, opened once for all tests of a host; also its plugin.
 
-    It reads the later phases of a test from the connection.
+    Args:
+      connection: from which the later phases of a test are read.
     """
 
     name = "maxbatch-host"

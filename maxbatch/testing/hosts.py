@@ -51,6 +51,8 @@ _DUMP = signal.SIGQUIT
 
 
 class Shape(NamedTuple):
+    """The shape of a pod."""
+
     devices: int
     hosts: int
 
@@ -284,6 +286,8 @@ def _failure_of(host: int, answer: Answer) -> Failure | None:
 
 
 class _Process:
+    """The process of one host."""
+
     def __init__(self, folder: Path, shows_output: bool) -> None:
         self._output: IO[bytes] | None = None if shows_output else tempfile.TemporaryFile()  # noqa: SIM115
         self._dump: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115

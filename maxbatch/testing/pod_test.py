@@ -48,7 +48,11 @@ def stated_by(marker: pytest.Mark) -> _Stated:
 
 
 class PodTest:
-    """A test whose own phases are replaced by phases on hosts."""
+    """A test whose phases run on hosts.
+
+    Args:
+      item: the test; its own phases are replaced.
+    """
 
     def __init__(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         self._item, self._nextitem = item, nextitem

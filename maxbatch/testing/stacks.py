@@ -15,7 +15,12 @@ _HIDDEN = re.compile(r"[/\\]jax[/\\]_src[/\\]|[/\\]multiprocessing[/\\]connectio
 
 
 def stack_of(dump: str, thread: int) -> str:
-    """Returns the stack of a thread, by its ident, from a dump of `faulthandler`; "" if it is missing."""
+    """Returns the stack of a thread from a dump of `faulthandler`, in Python's usual form; "" if it is missing.
+
+    Args:
+      dump: the text of `faulthandler` for all threads.
+      thread: `threading.Thread.ident`.
+    """
     for ident, lines in _THREAD.findall(dump):
         if int(ident, 16) == thread:
             frames = [(file, int(line), name) for file, line, name in _FRAME.findall(lines)]

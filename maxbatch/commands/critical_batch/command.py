@@ -61,7 +61,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs or continues a measurement, and returns the exit code: 75 after a signal to stop."""
+    """Runs or continues a measurement, and returns the exit code: 75 after a signal to stop.
+
+    Raises:
+      ConfigError: the run cannot be measured with these flags; the message names flags that work.
+      TrainingError: a branch failed, or every branch of a checkpoint diverged.
+    """
     measured = MeasuredRun.read(as_typed(args.run), args.simulate_devices or _num_devices())
     folder = (measured.path / CRITICAL_BATCH_FILE).parent
     console = TrainingConsole()

@@ -85,9 +85,12 @@ def make_plan(
     """Returns the plan of a measurement.
 
     Args:
+      run: the run.
       steps: checkpoints; None: up to `MOST_FORKS`, evenly over the logarithm of the position.
       factors: of the batch at the checkpoint; None: `DEFAULT_FACTORS`, as far as run and devices allow them.
       samples: samples of a branch, rounded up; None: `DEFAULT_UPDATES` updates of the largest batch.
+      scaling: how the learning rate follows the batch.
+      decays: whether the rate of a branch falls to 0 at its end; else it is constant.
     """
     own = run.config.learning_rate_scaling
     if len(stated_stages(run.config.plan, run.num_devices)) > 1 and own != scaling:

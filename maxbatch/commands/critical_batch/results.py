@@ -26,6 +26,8 @@ _HEADS = ("step", "samples", "batch", "lr", "updates", "loss", "against base", "
 
 
 class BranchResult(NamedTuple):
+    """A branch at its end."""
+
     batch_size: int
     learning_rate: float
     updates: int

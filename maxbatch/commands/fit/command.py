@@ -102,7 +102,11 @@ class _Search(NamedTuple):
 
 
 def _search(config: Config, target: Target, args: argparse.Namespace, say: Callable[[str], None]) -> _Search:
-    """Finds the choices that fit devices."""
+    """Finds the choices that fit devices.
+
+    Raises:
+      ConfigError: no mesh can run the model and its batch.
+    """
     from maxbatch.commands.fit.choices import Wanted
     from maxbatch.commands.fit.ways import find_ways
     from maxbatch.training.compile.modelled import has_clock

@@ -20,6 +20,7 @@ _FREE = ("data", "fsdp", "tensor")
 
 
 def mesh_keys(shape: MeshShape) -> dict[str, int]:
+    """Returns all config keys of a mesh."""
     nets = {"ici": shape.ici, "dcn": shape.dcn}
     return {axis_key(net, axis): sizes[axis] for net, sizes in nets.items() for axis in AXES}
 

@@ -48,6 +48,8 @@ class NameOfFile(str):
 
 
 class Fate(NamedTuple):
+    """The fate of a word."""
+
     word: str
     value: str
     fate: str  # MAPPED, NEEDS_YOU (mapped; works after the step in `says`), IGNORED or UNSUPPORTED

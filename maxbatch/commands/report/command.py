@@ -75,7 +75,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Writes the page, or prints the object of `--json`; with `--watch` rewrites the page until a signal."""
+    """Writes the page.
+
+    Raises:
+      ConfigError: a folder is not a run's, the page cannot be written, or bokeh is not installed.
+    """
     paths = [as_typed(text) for text in args.runs]
     if args.json:
         if args.watch:

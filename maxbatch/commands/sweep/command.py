@@ -41,7 +41,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Runs a sweep, or continues one, and returns the exit code: 75 after a signal to stop."""
+    """Runs a sweep, or continues one, and returns the exit code: 75 after a signal to stop.
+
+    Raises:
+      ConfigError: the sweep file, or a config that it makes, cannot be used.
+      TrainingError: no trial finished.
+    """
     sweep = SweepFile.read(args.file)
     check_combinations(sweep)
     folder = SweepFolder(sweep.sweep_dir)

@@ -25,6 +25,8 @@ _STATUSES = {  # by error code, where the HTTP status differs
 
 
 class S3Files(FileSystem, Protocol):
+    """The file system of s3fs."""
+
     loop: object
 
     def call_s3(self, method: str, **request: object) -> dict[str, Any]: ...

@@ -18,6 +18,8 @@ from maxbatch.system.stores.store import CONNECT_S, LOST, READ_S, Content, FileS
 
 
 class GoogleFiles(FileSystem, Protocol):
+    """The file system of gcsfs."""
+
     base: str
 
     def url(self, path: str) -> str: ...
