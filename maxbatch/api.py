@@ -95,7 +95,7 @@ def _check_outputs(outputs: object) -> None:
 
 
 class _Logger(Output):
-    """A user's logger: a function of a record, or an object of which only `append` has to be there."""
+    """A user's logger: a function of a record, or an object with at least `append(record)`."""
 
     def __init__(self, output: Any) -> None:
         self._output, self._is_closed = output, False
@@ -187,7 +187,7 @@ def open_feed(
       mesh: the devices. Rows are split over its axes "data" and "fsdp", or over its first axis if it has neither, and
         tokens over "context". None: the mesh that the config describes, over all devices.
       start: the position (`samples_seen`) to begin at, such as a saved `FedBatch.end`.
-      stream: one's own data in the place of the config's.
+      stream: one's own data instead of the config's.
 
     Returns:
       An iterator of `FedBatch` that ends with the run; close it, or use it in a `with`.

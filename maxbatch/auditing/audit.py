@@ -24,7 +24,7 @@ _ROWS = 8
 class Case:
     """The smallest counterexample of a broken promise."""
 
-    rows: int  # including those of zero weight
+    rows: int  # including rows of zero weight
     padding_rows: int  # rows of zero weight after the others
     layout: Layout
     updates: int  # updates after which the runs differ

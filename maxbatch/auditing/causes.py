@@ -135,7 +135,7 @@ def _predicted(bench: Bench, trial: Comparison, known: Mapping[str, str | None],
 
 
 def _ratios(bench: Bench, trial: Comparison, only_loss: bool) -> dict[str, float]:
-    """Returns the distance of each cause's closest prediction to the second run, relative to that of the two runs."""
+    """Returns, by cause, the distance of its closest prediction to the second run, as a share of the runs' distance."""
     try:
         first, second = bench.run(trial.first), bench.run(trial.second)
     except Refused:

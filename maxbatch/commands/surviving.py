@@ -22,7 +22,7 @@ _OF_BATCH = (
 
 
 class UpdateFigures(NamedTuple):
-    """The compiler's figures of the update that needs the most memory; its fields are those of `plan --json`."""
+    """The compiler's figures of the update that needs the most memory, by their names in `plan --json`."""
 
     hbm_bytes_needed: int | None
     hbm_bytes_available: int | None

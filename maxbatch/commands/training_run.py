@@ -52,10 +52,7 @@ def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
 
 
 def newest_saved(config: Config) -> int | None:
-    """Returns the newest step from which the same command would continue, or else that of a warm start.
-
-    None if there is neither.
-    """
+    """Returns the newest saved step of a run, or else of its warm start; None if there is neither."""
     from maxbatch.runs.position import last_saved
     from maxbatch.runs.run_folder import WARM_START
     from maxbatch.system.storage import as_path

@@ -91,7 +91,7 @@ class UpdateConfig(DecoderConfig):
 
 
 class ProgramsConfig(UpdateConfig):
-    """The keys of the update, the objective, and those of evals and checkpoints that determine a run's programs."""
+    """The keys of the update and the objective, and the keys of evals and checkpoints that shape a run's programs."""
 
     preferences: PreferenceConfig
     evaluation: EvaluationConfig
@@ -100,7 +100,7 @@ class ProgramsConfig(UpdateConfig):
 
 
 class LearnerConfig(UpdateConfig):
-    """The keys of the update, those of the policy's loss, and the compiler's flags."""
+    """The keys of the update and of the policy's loss, and the compiler's flags."""
 
     rl: RLConfig
     libtpu_flags: str

@@ -69,16 +69,16 @@ def cycle_of(model: ModelConfig) -> tuple[LayerForm, ...]:
 
 
 def places_of_shared_keys(cycle: tuple[LayerForm, ...]) -> tuple[int, ...]:
-    """Returns for each place of a cycle the last one that has as much in sight, local or global, as it has.
+    """Returns, for each place of a cycle, the last place with the same sight: local or global.
 
-    Layers without keys of their own take those of that place in the last cycle of layers that have them.
+    Layers without keys of their own take the keys of that place, from the last cycle of layers that have keys.
     """
     last = {form.is_local: place for place, form in enumerate(cycle)}
     return tuple(last[form.is_local] for form in cycle)
 
 
 def local_layers(model: ModelConfig, num_layers: int) -> tuple[bool, ...]:
-    """Returns whether each of so many layers sees a window only."""
+    """Returns whether each layer sees a window only."""
     cycle = cycle_of(model)
     stated = is_local_layer(model.attention_type, num_layers)
     forms = (cycle[layer % len(cycle)] for layer in range(num_layers))

@@ -78,11 +78,11 @@ class Family:
     # The last layer of a cycle has attention, and the others the gated delta rule (`maxbatch.model.delta_rule`).
     has_delta_rule: bool = False
     has_query_gate: bool = False  # attention's output is multiplied by a sigmoid of the stream, head by head
-    has_shared_gate: bool = False  # and that of the shared experts by one number of each token
+    has_shared_gate: bool = False  # and the output of the shared experts by one number of each token
     own_keys: tuple[str, ...] = ()  # the config keys of forms that only some families have
     # Its config.json. Defaults of missing fields are the transformers library's.
     defaults: Json = dataclasses.field(default_factory=dict)
-    fixed: Json = dataclasses.field(default_factory=dict)  # fields of which it has these values alone
+    fixed: Json = dataclasses.field(default_factory=dict)  # fields that have no other values
     fields: Mapping[str, str] = dataclasses.field(default_factory=dict)  # its own names of common fields
     activations: Mapping[str, str] = dataclasses.field(default_factory=dict)  # names of activations that mean others
     bias_fields: tuple[str, ...] = ()  # the fields that give its projections biases
@@ -134,6 +134,10 @@ _GEMMA_DEFAULTS: Json = {
     "num_key_value_heads": 4, "head_dim": 256, "query_pre_attn_scalar": 256, "sliding_window": 4096,
     "tie_word_embeddings": True, "hidden_act": "gelu_pytorch_tanh",
 }  # fmt: skip
+_GEMMA_MODULES = {
+    **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
+    "mlp_post_norm": "post_feedforward_layernorm",
+}  # fmt: skip
 _GEMMA = Family(
     decoder_block="gemma", model_type="gemma", architecture="GemmaForCausalLM",
     norm_adds_one=True, scales_embedding=True,
@@ -147,10 +151,7 @@ _GEMMA2 = Family(
     norm_adds_one=True, norms_after="both", scales_embedding=True,
     defaults={**_GEMMA_DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     fields={"hidden_act": "hidden_activation"}, bias_fields=("attention_bias",), has_soft_caps=True, local_every=2,
-    modules={
-        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
-    },
+    modules=_GEMMA_MODULES,
 )  # fmt: skip
 _GEMMA3 = dataclasses.replace(
     _GEMMA2, decoder_block="gemma3", model_type="gemma3_text", architecture="Gemma3ForCausalLM",
@@ -162,9 +163,7 @@ _GEMMA4 = Family(
     norms_after="both", scales_embedding=True, has_experts=True, has_cycle=True, always_normalises=True,
     has_experts_beside_mlp=True, has_global_heads=True, shares_kv_projections=True, has_value_norm=True,
     has_layer_scale=True,
-    own_keys=(
-        "global_num_kv_heads", "partial_rotary_factor",
-    ),
+    own_keys=("global_num_kv_heads", "partial_rotary_factor"),
     defaults={
         "num_key_value_heads": 4, "head_dim": 256, "sliding_window": 512, "tie_word_embeddings": True,
         "hidden_act": "gelu_pytorch_tanh", "global_head_dim": 512, "hidden_size_per_layer_input": 256,
@@ -177,8 +176,7 @@ _GEMMA4 = Family(
     fields={"hidden_act": "hidden_activation", "num_experts_per_tok": "top_k_experts"},
     bias_fields=("attention_bias",), has_qk_norm=True, has_soft_caps=True, local_every=6,
     modules={
-        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm", "mlp_own_norm": "post_feedforward_layernorm_1",
+        **_GEMMA_MODULES, "mlp_own_norm": "post_feedforward_layernorm_1",
         "experts_norm": "pre_feedforward_layernorm_2", "experts_own_norm": "post_feedforward_layernorm_2",
         "experts.router": "router.proj",
     },
@@ -194,8 +192,7 @@ _GEMMA4_SMALL = dataclasses.replace(
     shares_kv_projections=False, layer_input_width=256,
     own_keys=(*_GEMMA4.own_keys, "num_kv_shared_layers", "use_double_wide_mlp"),
     modules={
-        **_MODULES, "attention_post_norm": "post_attention_layernorm", "mlp_norm": "pre_feedforward_layernorm",
-        "mlp_post_norm": "post_feedforward_layernorm",
+        **_GEMMA_MODULES,
         "layer_inputs.embedding": "model.embed_tokens_per_layer",
         "layer_inputs.projection": "model.per_layer_model_projection",
         "layer_inputs.norm": "model.per_layer_projection_norm", "input_gate": "per_layer_input_gate",
@@ -412,34 +409,9 @@ _QWEN3_5 = dataclasses.replace(
 )  # fmt: skip
 
 DEFAULT_FAMILY = _LLAMA.decoder_block  # when a config names no family
-# By `decoder_block`.
+# Every record above, by `decoder_block`.
 FAMILIES: dict[str, Family] = {
-    family.decoder_block: family
-    for family in (
-        _LLAMA,
-        _MISTRAL,
-        _QWEN2,
-        _QWEN3,
-        _GEMMA,
-        _GEMMA2,
-        _GEMMA3,
-        _GEMMA4,
-        _GEMMA4_SMALL,
-        _OLMO2,
-        _OLMO3,
-        _PHI3,
-        _GPT2,
-        _MIXTRAL,
-        _QWEN3_MOE,
-        _OLMOE,
-        _GPT_OSS,
-        _DEEPSEEK,
-        _QWEN3_CUSTOM_MOE,
-        _LLAMA4,
-        _ENVY,
-        _QWEN3_NEXT,
-        _QWEN3_5,
-    )
+    record.decoder_block: record for record in list(globals().values()) if isinstance(record, Family)
 }
 # By the `model_type` of a `config.json`; it may have several families.
 MODEL_TYPES: dict[str, tuple[Family, ...]] = {

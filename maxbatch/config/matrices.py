@@ -140,7 +140,7 @@ def num_stacked(model: ModelConfig, stack: str = LAYERS) -> int:
 
 
 def layer_paths(model: ModelConfig, stack: str = LAYERS) -> tuple[ParameterPath, ...]:
-    """Returns the path of each place in the cycle of a stack, in order; without a cycle, that of all its layers."""
+    """Returns the path of each place in the cycle of a stack, in order; without a cycle, the path of all its layers."""
     return _paths(cycle_of(model), stack)
 
 

@@ -46,7 +46,7 @@ class Position(NamedTuple):
     noise_scale: NoiseScale = NoiseScale()  # averages of the gradient noise so far
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
     best_eval: BestEval = BestEval()
-    samples_planned: int | None = None  # those of its batches, where `filter_groups` reads more; None: samples_seen
+    samples_planned: int | None = None  # samples of its batches, where `filter_groups` reads more; None: samples_seen
 
     @property
     def trained_updates(self) -> int:

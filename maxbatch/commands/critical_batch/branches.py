@@ -114,7 +114,7 @@ class Branches:
             f"run_dir={self.folder(branch)}",
             f"global_batch_size={branch.batch_size}",
             f"train_samples={branch.end}",
-            # the rate at the fork is that of the fork's batch, whatever the reference
+            # the rate at the fork belongs to the fork's batch, whatever the reference
             f"learning_rate={fork.learning_rate / self._run.scale(fork.batch_size, rule)!r}",
             f"learning_rate_scaling={rule}",
             f"reference_batch_size={self._run.reference_batch_size}",

@@ -23,7 +23,7 @@ class Fork:
     samples_seen: int
     batch_size: int  # samples of the run's next update there
     learning_rate: float  # of that update
-    checksum: int  # of the checkpoint's arrays, which differs from that of another run in the same folder
+    checksum: int  # of the checkpoint's arrays; tells it from the checkpoint of another run in the same folder
 
 
 @dataclasses.dataclass(frozen=True)

@@ -110,7 +110,7 @@ class Choice:
     next_verdict: Verdict | None  # on the next larger micro-batch; None if there is no larger one
     parts: Parts
     modelled: Modelled  # the time of an update, if the target's compiler has a clock
-    global_batch: int  # samples per update, without those of padding
+    global_batch: int  # samples per update, without padding
 
     @property
     def padded_share(self) -> float:

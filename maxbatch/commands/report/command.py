@@ -117,15 +117,14 @@ def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[
 
 
 def metrics_files(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
-    """Returns the metrics of the runs with size and time, which other machines' clocks have set: some have changed if
-    it differs from what it was before."""
+    """Returns name, size and time of each run's metrics; they change when a run writes."""
     files = [file for path in paths for file in (path / "metrics.jsonl", *path.glob("trials/*/metrics.jsonl"))]
     found = [(str(file), file.stat()) for file in files if file.is_file()]
     return [(name, status.st_size, status.st_mtime) for name, status in found]
 
 
 def make_page(paths: Sequence[AnyPath], reloads_s: int = 0) -> Page:
-    """Returns the page of these folders; with `reloads_s` it reloads itself every so many seconds."""
+    """Returns the page of these folders; it reloads itself every `reloads_s` seconds, 0: never."""
     return _page(paths, _read(paths), reloads_s)
 
 

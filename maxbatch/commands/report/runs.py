@@ -226,7 +226,7 @@ def without_noise_scale(run: ReportedRun) -> str | None:
 
 
 def panels(runs: Sequence[ReportedRun]) -> list[Panel]:
-    """Returns the panels of runs: `PANELS`, one of each reward function after that of the reward, and the tasks'."""
+    """Returns `PANELS`, with a panel for each reward function behind the reward's, and one for each task at the end."""
     rewards = dict.fromkeys(name for run in runs for name in run.reward_functions)
     single = [
         Panel(f"Reward by {name.removeprefix(_OF_FUNCTIONS)}", "mean of a batch", ((name, "line"),)) for name in rewards
