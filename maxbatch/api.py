@@ -105,16 +105,12 @@ class _Logger(Output):
         append(record)
 
     def sync(self) -> None:
-        getattr(self._output, "sync", _nothing)()
+        getattr(self._output, "sync", lambda: None)()
 
     def close(self) -> None:
         if not self._is_closed:
             self._is_closed = True
-            getattr(self._output, "close", _nothing)()
-
-
-def _nothing() -> None:
-    """Does nothing, for a logger that holds nothing back."""
+            getattr(self._output, "close", lambda: None)()
 
 
 class FedBatch(NamedTuple):
@@ -143,7 +139,9 @@ class BatchFeed:
 
     def __init__(self, plan: BatchPlan, placement: Placement, stream: Stream | None, first_step: int) -> None:
         self.plan, self.mesh, self._placement = plan, placement.mesh, placement
-        self._feed = Feed(stream, plan.manager, lambda stage, _: _whole(stage.global_batch_size), placement, first_step)
+        self._feed = Feed(
+            stream, plan.manager, lambda stage, _: BatchShape(stage.global_batch_size, 1), placement, first_step
+        )
         self._rows = cache(self._make_rows)
 
     def _make_rows(self, batch_size: int) -> Callable[[Batch], Batch]:
@@ -225,10 +223,6 @@ def open_feed(
     _check_divides(plan, mesh, axes)
     sharding = NamedSharding(mesh, P(None, axes, "context" if "context" in mesh.axis_names else None))
     return BatchFeed(plan, Placement(sharding, slots_per_sample(config), expansion), opened, first_step)
-
-
-def _whole(batch_size: int) -> BatchShape:
-    return BatchShape(batch_size, 1)
 
 
 def _check_divides(plan: BatchPlan, mesh: Mesh, axes: tuple[str, ...]) -> None:

@@ -13,6 +13,7 @@ from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
 from maxbatch.system.errors import EXIT_DONE, ConfigError
+from maxbatch.system.folding import counted
 from maxbatch.system.terminal import PipeConsole
 
 if TYPE_CHECKING:
@@ -82,8 +83,7 @@ def _print(found: Scores) -> None:
         trained = sum(record.weights.tolist())
         tokens += trained
         console.print(f"record {number}  tokens {trained:g}  loss {_number(record.loss)}")
-    records = len(found.records)
-    names = f"{records:,} record{'' if records == 1 else 's'}  tokens {tokens:,.0f}"
+    names = f"{counted(len(found.records), 'record')}  tokens {tokens:,.0f}"
     console.print(f"{names}  loss {_number(found.loss)}  perplexity {_number(found.perplexity)}")
 
 

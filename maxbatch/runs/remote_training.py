@@ -26,7 +26,6 @@ class RemoteTrainingProcess:
         self._task = cluster.start(_train, str(run_dir), arguments)
 
     def poll(self) -> TrainingExit | None:
-        """Returns how the process ended; None while it runs or waits for a node."""
         if not self._task.is_done():
             return None
         try:
@@ -37,11 +36,9 @@ class RemoteTrainingProcess:
             return TrainingExit(EXIT_FAILED, str(end))
 
     def terminate(self) -> None:
-        """Asks the process to save and stop."""
         self._task.interrupt()
 
     def close(self) -> None:
-        """Kills the process if it still runs."""
         self._task.kill()
 
 

@@ -40,11 +40,9 @@ class TrainingProcess:
             return TrainingExit(code, last_line(log))
 
     def terminate(self) -> None:
-        """Asks the process to save and stop."""
         self._process.terminate()
 
     def close(self) -> None:
-        """Kills the process if it still runs."""
         self._process.kill()
         self._process.wait()
         if self._process.stdin:

@@ -166,11 +166,7 @@ class RayPool(Generic[Item, Answer]):
         self._running: set[RayTask[Answer]] = set()
 
     def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
-        """Returns futures of the function's results for each item.
-
-        A future raises the error of the function or of the setup, or WorkerEnded if the task's workers or nodes are
-        lost for good.
-        """
+        """Returns futures of the function's results, as `WorkerPool.submit` does; WorkerEnded: its nodes are lost."""
         return [self._submit(item) for item in items]
 
     def _submit(self, item: Item) -> Future[Answer]:

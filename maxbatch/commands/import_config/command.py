@@ -92,8 +92,8 @@ def run(args: argparse.Namespace) -> int:
     name = known or recognised_format(path, args.command)
     translation, notes = translated(name, path, args.command, args.devices)
     name = translation.framework
-    if args.devices is not None and name not in _PER_DEVICE:
-        raise ConfigError(f"--devices {args.devices}: is for {', '.join(_PER_DEVICE)}; works: --devices left out")
+    if args.devices is not None and name != "trl":
+        raise ConfigError(f"--devices {args.devices}: is for trl; works: --devices left out")
     _print(translation, name)
     for line in notes:
         note(line)
@@ -166,9 +166,6 @@ def recognised_format(path: Path, command: int | None = None) -> str:
     if name in ("hf", "trl"):
         return "trl" if trl.is_of_responses(words) else "hf"
     return "megatron" if name == "nemo" else name
-
-
-_PER_DEVICE = ("trl",)  # formats that take --devices
 
 
 def _is_known(word: str, name: str) -> bool:
