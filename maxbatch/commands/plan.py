@@ -146,8 +146,10 @@ def _loaded_before(config: Config) -> Resume:
 def _take_topology(config: Config, args: argparse.Namespace) -> Config:
     """Sets the devices and hosts of the flags' slices; returns the config with the flags of its chip."""
     from maxbatch.commands.surviving import topology_machine
+    from maxbatch.training.compile.topology import parse_slice
 
     if args.survive is None:
+        parse_slice(args.topology)
         raise ConfigError(f"--topology {args.topology}: must be given beside --survive; works: --survive 1, or "
                           f"maxbatch compile --topology {args.topology}")  # fmt: skip
     for flag, value in (("--devices", args.devices), ("--hosts", args.hosts if args.hosts > 1 else None)):

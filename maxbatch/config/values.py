@@ -324,9 +324,14 @@ def utf8_of(text: str) -> bytes:
 
 
 def nearest_name(name: str, known: Iterable[str], least_like: float = 0.5) -> str | None:
-    """Returns the known name most similar to `name`; None if its similarity (0 to 1) is below `least_like`."""
-    found = difflib.get_close_matches(name[:80], list(known), n=1, cutoff=least_like)
-    return found[0] if found else None
+    """Returns the known name most similar to `name`, the first of equals.
+
+    None if its similarity (0 to 1) is below `least_like`.
+    """
+    name, known = name[:80], list(known)
+    near = set(difflib.get_close_matches(name, known, n=5, cutoff=least_like))
+    alike = [one for one in known if one in near]
+    return max(alike, key=lambda one: difflib.SequenceMatcher(None, one, name).ratio(), default=None)
 
 
 def nearest_or_all(name: str, known: Iterable[str], least_like: float = 0.5) -> str:

@@ -108,6 +108,7 @@ def test_a_bad_value_is_answered_by_key_value_rule_and_a_value_that_works(overri
         ("base_num_query_heads=four", "base_num_query_heads=4"),
         ("global_batch_size=big", "global_batch_size=null"),
         ("train_tokens=1.5T", "train_tokens=1500B"),
+        ("decoder_block=llama", "decoder_block=llama2"),
         ("train_tokens=1Bt", "train_tokens=1B"),
         ("train_tokens=1.5Mit", "train_tokens=1.5Mi"),
         ("train_tokens=-1Bt", "train_tokens=null"),
