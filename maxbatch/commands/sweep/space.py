@@ -86,6 +86,8 @@ class Range:
         ends = [key.read(text) for text in (low, high)]
         if None in ends:
             raise ConfigError(f"{key.name}: low and high must be numbers; works: a list of values with null in it")
+        if any(isinstance(end, str) for end in ends):
+            raise ConfigError(f"{key.name}: low and high must be numbers of samples; works: a list, [{low}, {high}]")
         bottom, top = (exact(end) for end in ends if not isinstance(end, str | None))
         width = None if step is None else _step(step)
         number = "a whole number" if _is_whole(key) else "a number"

@@ -58,6 +58,7 @@ def test_a_bad_sweep_file_is_one_line_and_exit_code_2(capsys: pytest.CaptureFixt
         ("{steps: [3, x]}", "steps=x: must be a whole number"),
         ("{learning_rate: [3e-3, 0.003]}", "learning_rate=0.003: must be in its list once; works: [0.003]"),
         ("{steps: {low: 1}}", "a range must state low and high"),
+        ("{global_batch_size: {low: 1Mit, high: 2Mit}}", "must be numbers of samples; works: a list, [1Mit, 2Mit]"),
         ("{steps: {low: 1, high: 2, lag: true}}", "unknown key lag of a range; nearest: log"),
         ("{steps: {low: 5, high: 2}}", "low=5 must be less than high=2; works: {low: 2, high: 5}"),
         ("{steps: {low: 1, high: 9}}", "a grid needs a list of values, or a step; works: [1, 9]"),
