@@ -107,7 +107,7 @@ def displaced_ramp(settings: Mapping[str, Setting]) -> str | None:
     """
     enabled, *others = names_of(Part.RAMP)
     by = settings[enabled].displaced_by
-    if by in ("", "batch_size") or any(settings[name].value != _base_layer()[name].value for name in others):
+    if by in ("", "batch_size") or any(settings[name].value != KEYS[name].default_value for name in others):
         return None
     batch = f"{by}={value_text(settings[by].value)}"
     return f"{enabled}=true has no effect: {batch} replaces the ramp"
@@ -165,7 +165,7 @@ def _settled(stated_below: Sequence[_Stated], stated_above: Sequence[_Stated]) -
         places = [layer["micro_batch_size"].where.rpartition(":")[0] for layer in in_files]
         file = next(filter(None, places), None)  # one that states both has Axolotl's words
         imports = {"micro_batch_size": f"maxbatch import axolotl {file}"} if file else {}
-        refuse_pairs_without_prompts(values, _values(_base_layer()), imports)
+        refuse_pairs_without_prompts(values, imports)
     return {name: settings[name] for name in KEYS}
 
 
@@ -380,7 +380,7 @@ def _apply(settings: dict[str, Setting], layer: _Layer) -> None:
     stated = {name for name, setting in layer.items() if setting.value is not None}
     for name, by, to_default in list(displaced(_values(settings), stated)):
         nothing = False if name == "enable_rampup_batch_size" else None
-        value = _base_layer()[name].value if to_default else nothing
+        value = KEYS[name].default_value if to_default else nothing
         if to_default or settings[name].value != value:
             settings[name] = settings[by]._replace(value=value, displaced_by=by)
 

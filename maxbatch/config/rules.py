@@ -97,13 +97,13 @@ def _displaced_rows(values: Values, stated: set[str]) -> Iterator[Displaced]:
         yield Displaced(rows, min(others), to_default=True)
 
 
-def refuse_pairs_without_prompts(values: Values, defaults: Values, remedies: Mapping[str, str]) -> None:
+def refuse_pairs_without_prompts(values: Values, remedies: Mapping[str, str]) -> None:
     """Raises ConfigError for keys of a batch of prompts if no layer states such a batch.
 
     `remedies` hold, by key, the advice in place of the values that its refusal would name.
     """
     for name in names_of(Part.PROMPT_BATCH):
-        if values[name] != defaults[name]:
+        if values[name] != KEYS[name].default_value:
             from maxbatch.config.words import look_up
             from maxbatch.config.words.convert import Setting
             from maxbatch.config.words.together import together
@@ -111,9 +111,9 @@ def refuse_pairs_without_prompts(values: Values, defaults: Values, remedies: Map
             row = look_up(name)
             elsewhere = f" ({name} {row.answer()})" if row and not row.is_of_prompts else ""
             rule = "belongs to reinforcement learning, and has no effect without batch_size, the prompts of a batch"
-            has_rows = values["per_device_batch_size"] != defaults["per_device_batch_size"]
+            has_rows = values["per_device_batch_size"] != KEYS["per_device_batch_size"].default_value
             meant = None if has_rows else together({name: str(values[name])}, {}, Setting(values))
-            settings = {**(meant.settings.get(name, {}) if meant else {}), name: value_text(defaults[name])}
+            settings = {**(meant.settings.get(name, {}) if meant else {}), name: KEYS[name].default}
             works = " ".join(f"{key}={text}" for key, text in settings.items())
             stated = value_text(values[name])
             raise ConfigError(f"{name}={stated}: {rule}{elsewhere}; works: {remedies.get(name, works)}")
