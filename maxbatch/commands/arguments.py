@@ -207,6 +207,16 @@ def simulate_devices(num_devices: int | None) -> None:
         make_cpu_devices(num_devices)
 
 
+def add_model(parser: argparse.ArgumentParser, **files: str) -> None:
+    """Adds a model, files by name with their help, overrides of the model's config, and the flag of averages."""
+    model = "a run folder, one of its checkpoints, or a Hugging Face folder"
+    parser.add_argument("model", type=place, metavar="MODEL", help=model)
+    for name, text in files.items():
+        parser.add_argument(name, type=place, metavar=name.upper(), help=text)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
+    add_averaged(parser)
+
+
 def add_averaged(parser: argparse.ArgumentParser) -> None:
     """Adds the flag that uses the average of a run's parameters."""
     averaged = "use the average of the parameters that a run with parameter_average_half_life keeps"

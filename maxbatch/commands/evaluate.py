@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from maxbatch.commands.arguments import (
-    add_averaged,
+    add_model,
     add_simulated_devices,
     check_overrides,
     count,
-    place,
     simulate_devices,
     whole,
 )
@@ -25,9 +24,7 @@ _STDERR = "_stderr"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = "a run folder, one of its checkpoints, or a Hugging Face folder"
-    parser.add_argument("model", type=place, metavar="MODEL", help=model)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
+    add_model(parser)
     tasks = "tasks, groups or tags of lm-evaluation-harness, patterns, task files or folders of them, joined by commas"
     parser.add_argument("--tasks", required=True, metavar="TASK,...", help=tasks)
     path = "a folder of task files whose names --tasks may use"
@@ -40,7 +37,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch-size", type=count, metavar="N", help=batch)
     template = "write requests in the chat template of the model's tokenizer, few-shot examples as messages"
     parser.add_argument("--apply-chat-template", action="store_true", help=template)
-    add_averaged(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_simulated_devices(parser, "compute on N CPU devices made in this process")
 

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_averaged, check_overrides, count, place, real, whole
+from maxbatch.commands.arguments import add_model, check_overrides, count, real, whole
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
@@ -28,10 +28,7 @@ _PLAIN_FORMATS = ("completion", "text")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    run_dir = "a run folder, one of its checkpoints, or a Hugging Face folder"
-    parser.add_argument("run_dir", type=place, metavar="MODEL", help=run_dir)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
-    add_averaged(parser)
+    add_model(parser)
     prompt = "text to continue, or with --chat a message; none: the beginning of a document, or a conversation"
     parser.add_argument("--prompt", help=prompt)
     chat = "ask by the chat template of the model's tokenizer; without --prompt: a conversation, from standard input"
@@ -70,13 +67,13 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.weights.parameters import open_source, restored
 
-    source = open_source(args.run_dir, args.averaged)
+    source = open_source(args.model, args.averaged)
     config = source.config(args.overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = tokenizer_of(config.stream)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
-    if is_huggingface_folder(args.run_dir):  # a prompt of an imported model begins as its tokenizer states
+    if is_huggingface_folder(args.model):  # a prompt of an imported model begins as its tokenizer states
         config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower(), *args.overrides])
     model = config.decoder
     _, params = restored(source, model)
@@ -91,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
     print(_shown(text), flush=True)
     if text == tokenizer.decode(tokenizer.encode(prompt)):
         note("note: the text is empty: the first token drawn ends it")
-    if _is_chat_model(config, tokenizer, args.run_dir):
+    if _is_chat_model(config, tokenizer, args.model):
         note("note: this model's tokenizer has a chat template; --chat asks the model by it")
     return EXIT_DONE
 
@@ -116,7 +113,7 @@ def _talk(chat: Chat, args: argparse.Namespace) -> int:
     """Prints the answer to the prompt, or to each line of standard input."""
     on_terminal = args.prompt is None and sys.stdin is not None and sys.stdin.isatty()
     if on_terminal:
-        print(f"A conversation with {_shown(args.run_dir)}; Ctrl-D ends it.")
+        print(f"A conversation with {_shown(args.model)}; Ctrl-D ends it.")
     forgotten, is_asked = 0, False
     for message in _lines() if args.prompt is None else [args.prompt]:
         is_asked = True

@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_averaged, add_simulated_devices, check_overrides, place, simulate_devices
+from maxbatch.commands.arguments import add_model, add_simulated_devices, check_overrides, simulate_devices
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
@@ -21,12 +21,7 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = "a run folder, one of its checkpoints, or a Hugging Face folder"
-    parser.add_argument("model", type=place, metavar="MODEL", help=model)
-    records = "jsonl: records with text, tokens (ids), messages, or prompt and completion"
-    parser.add_argument("file", type=place, metavar="FILE", help=records)
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="keys of the model's config, such as dtype")
-    add_averaged(parser)
+    add_model(parser, file="jsonl: records with text, tokens (ids), messages, or prompt and completion")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_simulated_devices(parser, "compute on N CPU devices made in this process")
 
