@@ -137,7 +137,11 @@ def _smaller(config: Config, args: argparse.Namespace, target: Target) -> list[t
 def _compile_run(
     config: Config, target: Target, plan: BatchPlan, folder: AnyPath, hlo: Path | None, is_json: bool
 ) -> dict[str, object]:
-    """Compiles and saves the programs of a run; returns the record of `--json`; TrainingError: one does not fit."""
+    """Compiles the programs of a run on devices and saves them; returns the record of `--json`.
+
+    Raises:
+      TrainingError: a program does not fit.
+    """
     from maxbatch.parallel.hosts import is_first
     from maxbatch.training.compile.memory import known_parts
     from maxbatch.training.compile.saved import save_programs

@@ -60,7 +60,11 @@ def with_flags_of(config: Config, target: Target) -> Config:
 
 
 def smaller_targets(args: argparse.Namespace, target: Target) -> list[tuple[Target, int]]:
-    """Returns the slices without 1 to `--survive` of them, and their number."""
+    """Returns the slices without 1 to `--survive` of them, and their number.
+
+    Raises:
+      ConfigError: the devices are not slices of a topology, or nothing is left.
+    """
     if args.survive is None:
         return []
     if not args.topology or args.slices == 1:

@@ -147,7 +147,11 @@ def _batch_keys(config: Config, sizes: dict[str, int]) -> dict[str, object]:
 
 
 def try_run(config: Config, trial: TinyRun) -> int:
-    """Trains a tiny run in a folder that is removed, and looks at the real data; names all faults at once."""
+    """Trains a tiny run in a folder that is removed, looks at the real data, and returns the exit code.
+
+    Raises:
+      ConfigError: names all faults of the data, of the tokenizer and of the tiny run.
+    """
     mesh = " x ".join(f"{axis} {size}" for axis, size in trial.mesh.items()) or "1 device"
     print(
         f"trying {trial.keys['decoder_block']}: {trial.keys['base_num_decoder_layers']} layers of width {_WIDTH}, mesh "

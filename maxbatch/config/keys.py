@@ -142,8 +142,19 @@ def key(
 ) -> _T:  # fmt: skip
     """Declares the field of a section as a config key; its type gives the kind, and `None` in it allows null.
 
-    The arguments are the fields of `Key`. By default a Literal gives the choices, hosts share the value (the content of
-    a place, nothing of a local place), and a resume with another value changes what the section states.
+    Args:
+      default: its value if no layer states it.
+      sentence: the meaning of the key, as in base.yml.
+      fixes: the properties that a resume may not change through it.
+      bounds: the interval of a number.
+      unit: of a number.
+      choices: of a choice whose type is not a Literal.
+      part: the statement that it belongs to, with its alternatives.
+      maxtext: its name in MaxText's configs, where that differs; OURS: MaxText has no such key.
+      warm_start: whether the warm start of RL takes it from the run.
+      chooses: the kind of sample that it chooses if it is set.
+      shared: the aspect that hosts must share; None: of a place the content, of a local place nothing, else the value.
+      changes: the effect of a resume with another value, in words; "": none; None: its section's.
     """
     return cast(_T, _Row(
         default=_text(default), sentence=sentence, fixes=fixes, bounds=bounds, unit=unit, choices=choices, part=part,

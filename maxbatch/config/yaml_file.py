@@ -53,7 +53,11 @@ def quoted(text: str) -> str:
 
 
 def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
-    """Parses a YAML or JSON file into nodes; None for an empty file; `what` names the file in messages."""
+    """Parses a YAML or JSON file into nodes; None for an empty file; `what` names the file in messages.
+
+    Raises:
+      ConfigError: the file cannot be read, or is not YAML.
+    """
     where = f"{what} {shown_path(path)}"
     try:
         text = read_text(path, where, MOST_BYTES).removeprefix("\ufeff")
@@ -120,7 +124,11 @@ def _is_mapping(node: yaml.Node) -> bool:
 
 
 def pairs(path: AnyPath, node: yaml.Node) -> Iterator[tuple[str, yaml.Node, str]]:
-    """Yields the keys of a mapping, their values, and their file and line; refuses a key that is stated twice."""
+    """Yields the keys of a mapping, their values, and their file and line.
+
+    Raises:
+      ConfigError: the node is not a mapping of texts, or states a key twice.
+    """
     seen: dict[str, int] = {}
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(f"{shown_path(path)}:{node.start_mark.line + 1}: must be lines of `key: value`")

@@ -171,7 +171,11 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
 
 
 def committed_steps(run_dir: AnyPath) -> list[int]:
-    """Returns the steps of the checkpoints, newest first; half-written ones have other names than numbers."""
+    """Returns the steps of the checkpoints, newest first; half-written ones have other names than numbers.
+
+    Raises:
+      ConfigError: the folder cannot be read.
+    """
     folder = run_dir / "checkpoints"
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError):
@@ -181,7 +185,7 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
 
 
 def last_saved(run_dir: AnyPath) -> int | None:
-    """Returns the step of the newest checkpoint; None if there is none."""
+    """Returns the step of the newest checkpoint; None if there is none. Raises what `committed_steps` does."""
     return next(iter(committed_steps(run_dir)), None)
 
 

@@ -26,6 +26,7 @@ class RemoteTrainingProcess:
         self._task = cluster.start(_train, str(run_dir), arguments)
 
     def poll(self) -> TrainingExit | None:
+        """Returns how the process ended; None while it runs or waits for a node."""
         if not self._task.is_done():
             return None
         try:

@@ -209,10 +209,13 @@ def _without(session: Session, first: int, last: float, step: int, times: Mappin
 
 
 class SessionLog:
-    """The line of the session that runs, and the clock of its parts; it began at `started`, in seconds since 1970.
+    """The line of the session that runs, and the clock of its parts.
 
     Its methods are called on the thread that trains. As a context manager it writes the line at once and once more at
     the end. A refused start leaves no line.
+
+    Args:
+      started: when the session began, in seconds since 1970.
     """
 
     def __init__(self, folder: RunFolder, started: float, hosts: int, devices: int, writes: bool) -> None:

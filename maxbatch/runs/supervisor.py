@@ -124,7 +124,8 @@ class _Started(Generic[T]):
 class Supervisor(Generic[T]):
     """Trains child runs, `parallel` at a time. It starts each run once, without retries.
 
-    `start` starts the process of a run, from its folder and the arguments of `maxbatch train`.
+    Args:
+      start: starts the process of a run, from its folder and the arguments of `maxbatch train`.
     """
 
     def __init__(

@@ -21,7 +21,8 @@ class TrainingExit(NamedTuple):
 class TrainingProcess:
     """A process of this machine, which ends with the process that started it.
 
-    It also holds an open lock, so that no other command starts the run before it has ended.
+    Args:
+      lock: an open lock that the process holds too, so that no other command starts the run before it has ended.
     """
 
     def __init__(self, lock: BinaryIO, run_dir: AnyPath, arguments: Sequence[str]) -> None:

@@ -44,7 +44,11 @@ def npy_header(content: Any, what: str) -> NpyHeader:
 
 
 def read_npy(content: Any, what: str) -> np.ndarray:
-    """Returns the array of a whole file without a copy; refuses what `npy_header` refuses, and other lengths."""
+    """Returns the array of a file without a copy; arguments as for `npy_header`, with the whole content.
+
+    Raises:
+      RefusedContent: as `npy_header`, or the number of bytes differs from the header's.
+    """
     header = npy_header(content, what)
     found = memoryview(content)[header.offset :]
     if header.size * header.dtype.itemsize != len(found):

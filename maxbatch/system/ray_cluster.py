@@ -154,7 +154,8 @@ class RayTask(Generic[Answer]):
 class RayPool(Generic[Item, Answer]):
     """Tasks that call one function, with the interface of `WorkerPool`; a context manager.
 
-    `setup` is called once in each worker process, and returns the function that is called for each item.
+    Args:
+      setup: called once in each worker process; returns the function that is called for each item.
     """
 
     def __init__(
@@ -166,7 +167,11 @@ class RayPool(Generic[Item, Answer]):
         self._running: set[RayTask[Answer]] = set()
 
     def submit(self, items: Sequence[Item]) -> list[Future[Answer]]:
-        """Returns futures of the function's results, as `WorkerPool.submit` does; WorkerEnded: its nodes are lost."""
+        """Returns futures of the function's results for each item.
+
+        A future raises the error of the function or of the setup, or WorkerEnded if the task's workers or nodes are
+        lost for good.
+        """
         return [self._submit(item) for item in items]
 
     def _submit(self, item: Item) -> Future[Answer]:

@@ -43,7 +43,11 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Config, plan: BatchPlan) -> Sizes:
-        """Returns the sizes on the plan's devices; raises ConfigError if a step takes none of them in one pass."""
+        """Returns the sizes on the plan's devices.
+
+        Raises:
+          ConfigError: a step takes none of them in one pass.
+        """
         sizes = cls._of(config, plan)
         if not sizes.rows:
             unit = MicrobatchUnit.from_config(config.plan, plan.mesh).rows

@@ -129,7 +129,11 @@ def _stated(args: argparse.Namespace) -> frozenset[str]:
 
 
 def _ways(wanted: Wanted, stated: frozenset[str], say: Callable[[str], None]) -> list[Way]:
-    """Returns the ways to compile: meshes, with every remat policy if the batch is stated; refuses if no mesh works."""
+    """Returns the ways to compile: on each mesh every remat policy if the batch is stated.
+
+    Raises:
+      ConfigError: no mesh can run the model and its batch.
+    """
     from maxbatch.commands.fit.choices import POLICIES, Sizes
     from maxbatch.commands.fit.meshes import mesh_text, proposals
     from maxbatch.commands.fit.oracle import CompilerOracle

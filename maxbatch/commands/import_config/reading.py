@@ -34,7 +34,11 @@ def text_of(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Stated]:
-    """Reads the words of a YAML or JSON file; nested names are joined by dots."""
+    """Reads the words of a YAML or JSON file; nested names are joined by dots.
+
+    Raises:
+      ConfigError: the file is unreadable, exceeds a bound, or states a word with two values.
+    """
     node = compose(path)
     if node is None:
         return {}

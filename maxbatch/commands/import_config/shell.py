@@ -358,7 +358,11 @@ def _unquoted(text: str) -> str:
 
 
 def settings_of(words: list[str], where: str) -> dict[str, Stated]:
-    """Returns `key=value` words and flags with their values; a bare flag is true. `where` begins a refusal."""
+    """Returns `key=value` words and flags with their values; a bare flag is true.
+
+    Raises:
+      ConfigError: a word has two values; `where` begins the message.
+    """
     found: dict[str, Stated] = {}
     at = 0
     while at < len(words):

@@ -19,7 +19,11 @@ _LONGEST = 160  # characters of a database's message
 
 
 def shared_trials(library: ModuleType, sweep: SweepFile) -> Sequence[optuna.trial.FrozenTrial]:
-    """Returns the trials of a study in the database that a sweep file names as `storage`, by the library Optuna."""
+    """Returns the trials of a study in the database that a sweep file names as `storage`, by the library Optuna.
+
+    Raises:
+      ConfigError: the study cannot be read, or is of other parameters.
+    """
     assert sweep.storage is not None
     place = f"storage={shown(_without_password(sweep.storage))}: study {sweep.path.stem}"
     now = {parameter.key.name: parameter.to_json() for parameter in sweep.parameters}
