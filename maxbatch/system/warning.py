@@ -8,13 +8,14 @@ import sys
 from maxbatch.system.folding import error_width, folded, printable
 
 
-def note(text: str) -> None:
-    """Prints one line apart from a command's output, folded on a terminal."""
-    print(folded(f"maxbatch: {printable(text, keep='')}", 0, error_width()), file=sys.stderr, flush=True)
+def note(text: str, keep: str = "") -> None:
+    """Prints one line apart from a command's output, folded on a terminal; escapes control characters not in `keep`."""
+    print(folded(f"maxbatch: {printable(text, keep)}", 0, error_width()), file=sys.stderr, flush=True)
 
 
 def warn(message: str) -> None:
-    note(f"warning: {message}")
+    """Prints a warning; the message may quote an error of several lines."""
+    note(f"warning: {message}", keep="\n\t")
 
 
 @functools.cache

@@ -62,6 +62,17 @@ def test_a_pipe_folds_nothing() -> None:
     assert out.getvalue().count("\n") == 1
 
 
+def test_a_warning_keeps_the_lines_of_an_error_and_a_note_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    warn("a reward has no value: first\n\tsecond")
+    note("a run named first\nsecond")
+
+    assert capsys.readouterr().err.splitlines() == [
+        "maxbatch: warning: a reward has no value: first",
+        "\tsecond",
+        r"maxbatch: a run named first\nsecond",
+    ]
+
+
 @pytest.mark.parametrize("say", [note, warn, lambda text: report(ConfigError(text))], ids=["note", "warning", "error"])
 def test_lines_of_standard_error_break_between_words_on_a_terminal_alone(
     say: Callable[[str], object], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
