@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-_LONGEST_COMPILATION_MS = 120_000  # in which the first process has cached a program, or the others compile it too
+_LONGEST_COMPILATION_MS = 120_000  # in which the first process has compiled a program, or the others compile it too
 
 
 def coordination() -> Any:
@@ -57,15 +57,16 @@ def share_cached_cpu_programs(cpu: str) -> None:
             return found
         first.tell("begun", key, _place_of_cache())
         if found[0] is not None:
-            first.tell("cached", key)
-        elif first.told("begun", key) == _place_of_cache() and first.told("cached", key) is not None:
+            first.tell("compiled", key)
+        elif first.told("begun", key) == _place_of_cache() and first.told("compiled", key) is not None:
             found = read(name, key, options, backend, devices, *more)
         return found
 
     def compile_and_tell(*arguments: Any) -> Any:
-        executable = compile_and_write(*arguments)
-        first.tell("cached", arguments[-1])
-        return executable
+        try:
+            return compile_and_write(*arguments)
+        finally:  # where it fails, the others find nothing in the cache, and compile
+            first.tell("compiled", arguments[-1])
 
     compiler._cache_read, compiler._compile_and_write_cache = read_or_wait, compile_and_tell
 
@@ -75,7 +76,7 @@ def _place_of_cache() -> str:
 
 
 class _FirstProcess:
-    """The programs that the first process says it has begun to look for, and has cached."""
+    """The programs that the first process says it has begun to look for, and has compiled or found."""
 
     def __init__(self) -> None:
         self._said: set[str] = set()

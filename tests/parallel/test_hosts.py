@@ -86,6 +86,19 @@ def test_hosts_on_cpus_compile_no_program_that_the_first_has_cached_or_compiles(
 
 
 @pytest.mark.processes
+def test_a_program_that_the_first_host_cannot_compile_keeps_no_other_waiting() -> None:
+    def refused(_: Pod) -> str:
+        use_persistent_cache("", cache_folder("", "xla"))
+        split = NamedSharding(jax.make_mesh((2,), ("x",)), P("x"))
+        x = jax.make_array_from_callback((2,), split, lambda _: np.ones(1, np.float32))
+        with pytest.raises(jax.errors.JaxRuntimeError) as error:
+            jax.jit(lambda x: jax.ffi.ffi_call("nowhere", jax.ShapeDtypeStruct((), x.dtype))(jnp.sum(x)))(x)
+        return str(error.value)
+
+    assert all("nowhere" in message for message in run(refused, devices=2, hosts=2, timeout=60))
+
+
+@pytest.mark.processes
 def test_killed_and_stopped_in_the_ramp_and_resumed_on_other_hosts_nobody_can_tell(tmp_path: Path) -> None:
     """Two hosts, one process, two hosts of which one loads, and one process."""
     run_dir, reference = tmp_path / "run", tmp_path / "reference"
