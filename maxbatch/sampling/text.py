@@ -40,8 +40,7 @@ def generate_text(
     ids = [int(i) for i in tokenizer.encode(prompt)]
     # Conversations begin as the tokenizer's template does, which ignores `add_bos`.
     if not ids or (tokenizer.begins_with_bos() if config.recipe.has_answers else config.add_bos):
-        starts = (tokenizer.bos_id, tokenizer.eos_id, tokenizer.pad_id)
-        ids.insert(0, next(token for token in starts if token is not None))
+        ids.insert(0, tokenizer.start_id)
     length = config.max_target_length
     half = length // 2
     # Few prompts are longer than half a window, and for the others the prefill is half as long.

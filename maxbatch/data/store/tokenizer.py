@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,45 +14,34 @@ if TYPE_CHECKING:
     from maxbatch.data.store.chat_template import ChatTemplate
 
 
-class Tokenizer(Protocol):
+class Tokenizer(ABC):
     """A tokenizer as the store, the stream and generation use it.
 
-    Text never becomes a special token, but in markup, which chat templates write, special tokens are spelled out.
+    Text never becomes a special token, but in markup, which chat templates write, special tokens are spelled out. By
+    default no special token has a text, and no rule of the tokenizer's own adds one.
     """
 
-    @property
-    def vocab_size(self) -> int: ...  # ids are 0 .. vocab_size - 1, special ones included
+    identity: str  # differs between tokenizers that encode differently
 
     @property
-    def bos_id(self) -> int | None: ...  # None if the tokenizer lacks it
+    @abstractmethod
+    def vocab_size(self) -> int:
+        """Ids are 0 to vocab_size - 1, special ones included."""
 
     @property
-    def eos_id(self) -> int | None: ...
+    @abstractmethod
+    def bos_id(self) -> int | None:
+        """The beginning of a text; None if the tokenizer lacks it."""
 
     @property
-    def pad_id(self) -> int: ...  # of empty slots
+    @abstractmethod
+    def eos_id(self) -> int | None:
+        """The end of a text; None if the tokenizer lacks it."""
 
     @property
-    def identity(self) -> str: ...  # differs between tokenizers that encode differently
-
-    def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]: ...
-
-    def encode(self, text: str) -> np.ndarray: ...
-
-    # Special tokens that are spelled out in these texts become those tokens.
-    def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]: ...
-
-    def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str: ...
-
-    def begins_with_bos(self) -> bool: ...  # whether its own rules add bos before a text
-
-    def chat_template(self) -> ChatTemplate: ...  # raises ConfigError if there is none
-
-    def decode(self, ids: Sequence[int] | np.ndarray) -> str: ...
-
-
-class PlainTokenizer(ABC):
-    """A tokenizer without markup: no special token has a text, and no rule of its own adds one."""
+    @abstractmethod
+    def pad_id(self) -> int:
+        """The token of empty slots."""
 
     @abstractmethod
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
@@ -61,6 +50,15 @@ class PlainTokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """Returns the text of ids, without special tokens and unknown ids."""
+
+    @abstractmethod
+    def chat_template(self) -> ChatTemplate:
+        """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
+
+    @property
+    def start_id(self) -> int:
+        """The id before a text whose first token is to be predicted."""
+        return next(token for token in (self.bos_id, self.eos_id, self.pad_id) if token is not None)
 
     def encode(self, text: str) -> np.ndarray:
         """Returns the ids (int32[n]) of a text; no special tokens."""

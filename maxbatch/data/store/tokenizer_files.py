@@ -14,7 +14,7 @@ import numpy as np
 
 from maxbatch.config.values import shown, shown_path, utf8_of
 from maxbatch.data.store.chat_template import ChatTemplate, read_settings, read_template
-from maxbatch.data.store.tokenizer import PlainTokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.huggingface.folder.hub import folder_of, hub_problem
 from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError, reading
@@ -22,7 +22,7 @@ from maxbatch.system.storage import AnyPath
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as Library
 
 # The usual names of special tokens; the first that a tokenizer has is used. GPT-2's single token is bos and eos.
 _NAMES = {
@@ -42,7 +42,7 @@ class _Library(Protocol):
 L = TypeVar("L", bound=_Library)
 
 
-class _FileTokenizer(PlainTokenizer, Generic[L]):
+class _FileTokenizer(Tokenizer, Generic[L]):
     """A tokenizer whose file is found and hashed at once, and loaded at the first use in each process."""
 
     kind: str
@@ -84,10 +84,6 @@ class _FileTokenizer(PlainTokenizer, Generic[L]):
         """Returns the text of ids, without special tokens and ids beyond the vocabulary."""
         return self._library.decode([int(token) for token in ids if 0 <= token < self.vocab_size])
 
-    def chat_template(self) -> ChatTemplate:
-        """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
-        raise self.error("a SentencePiece model has no chat template; works: tokenizer_type=huggingface")
-
     @cached_property
     def _library(self) -> L:
         try:
@@ -102,10 +98,6 @@ class _FileTokenizer(PlainTokenizer, Generic[L]):
 
     @abstractmethod
     def _load(self, content: bytes) -> L: ...
-
-    @property
-    @abstractmethod
-    def vocab_size(self) -> int: ...
 
     @abstractmethod
     def _special(self, name: str) -> int | None: ...
@@ -141,7 +133,7 @@ class _FileTokenizer(PlainTokenizer, Generic[L]):
         return {"file": self.file, "identity": self.identity}
 
 
-class HuggingFaceTokenizer(_FileTokenizer["Tokenizer"]):
+class HuggingFaceTokenizer(_FileTokenizer["Library"]):
     """A `tokenizer.json`. Its post-processor, truncation and padding are not used; special tokens that are spelled out
     in a text are text.
 
@@ -153,10 +145,10 @@ class HuggingFaceTokenizer(_FileTokenizer["Tokenizer"]):
     package = "tokenizers"
     content = "tokenizer.json that `tokenizers` reads"
 
-    def _load(self, content: bytes) -> Tokenizer:
-        from tokenizers import Tokenizer
+    def _load(self, content: bytes) -> Library:
+        from tokenizers import Tokenizer as Library
 
-        library = Tokenizer.from_buffer(content)
+        library = Library.from_buffer(content)
         library.no_padding()
         library.no_truncation()
         library.encode_special_tokens = True
@@ -176,19 +168,16 @@ class HuggingFaceTokenizer(_FileTokenizer["Tokenizer"]):
         return (encoding.ids for encoding in encodings)
 
     def encode_markup_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the ids (int32[n]) of each text; special tokens that are spelled out in it become those tokens."""
         encoded = self._markup_library.encode_batch_fast(
             [utf8_of(text).decode("utf-8") for text in texts], add_special_tokens=False
         )
         return [np.array(one.ids, np.int32) for one in encoded]
 
     def decode_markup(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Returns the text of ids, special tokens spelled out."""
         known = [int(token) for token in ids if 0 <= token < self.vocab_size]
         return self._library.decode(known, skip_special_tokens=False)
 
     def chat_template(self) -> ChatTemplate:
-        """Returns the chat template beside the tokenizer; raises ConfigError if there is none."""
         return self._template
 
     def begins_with_bos(self) -> bool:
@@ -201,7 +190,7 @@ class HuggingFaceTokenizer(_FileTokenizer["Tokenizer"]):
         return read_template(self.file.parent, special, self.error)
 
     @cached_property
-    def _markup_library(self) -> Tokenizer:
+    def _markup_library(self) -> Library:
         library = self._load(self._content())
         library.encode_special_tokens = False
         return library
@@ -255,3 +244,7 @@ class SentencePieceTokenizer(_FileTokenizer["SentencePieceProcessor"]):
     def _special(self, name: str) -> int | None:
         token = getattr(self._library, f"{name}_id")()
         return token if token >= 0 else None
+
+    def chat_template(self) -> ChatTemplate:
+        """Raises ConfigError: SentencePiece has none."""
+        raise self.error("a SentencePiece model has no chat template; works: tokenizer_type=huggingface")

@@ -12,14 +12,14 @@ from maxbatch.config.rules import BYTE_VOCABULARY, check_tokenizer
 from maxbatch.config.sections import DataConfig
 from maxbatch.config.values import shown
 from maxbatch.data.store.store import IDS
-from maxbatch.data.store.tokenizer import PlainTokenizer, Tokenizer
+from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.errors import ConfigError
 
 if TYPE_CHECKING:
     from maxbatch.data.store.chat_template import ChatTemplate
 
 
-class ByteTokenizer(PlainTokenizer):
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0 to 255; bos 256, eos 257, pad 258. Needs no file and loses nothing."""
 
     vocab_size = BYTE_VOCABULARY
@@ -45,23 +45,24 @@ class ByteTokenizer(PlainTokenizer):
         return ids[(ids >= 0) & (ids < 256)].astype(np.uint8).tobytes().decode("utf-8", errors="replace")
 
 
-class NoTokenizer(PlainTokenizer):
+class NoTokenizer(Tokenizer):
     """Token ids without their tokenizer: ids are shown as numbers, and no text becomes ids."""
 
     bos_id = None
     eos_id = None
     pad_id = 0
+    vocab_size = 0  # until it is stated
     identity = IDS
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
 
     def encode_utf8_batch(self, documents: Sequence[bytes]) -> list[np.ndarray]:
-        """Raises ConfigError."""
+        """Raises ConfigError: there is no tokenizer."""
         raise self._error("text")
 
     def chat_template(self) -> ChatTemplate:
-        """Raises ConfigError."""
+        """Raises ConfigError: there is no tokenizer."""
         raise self._error("a chat template")
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:

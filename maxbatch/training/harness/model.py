@@ -73,8 +73,7 @@ class HarnessModel(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The id before a text whose first token is scored."""
-        starts = (self._tokenizer.bos_id, self._tokenizer.eos_id, self._tokenizer.pad_id)
-        return next(token for token in starts if token is not None)
+        return self._tokenizer.start_id
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **unused: object) -> list[int]:
         """Returns the ids of a text, after the model's first token unless that is declined.
