@@ -15,11 +15,10 @@ from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import Message
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
-from maxbatch.sampling.sampler import Sampler, SamplingRules
+from maxbatch.sampling.sampler import Samplers, SamplingRules
 from maxbatch.system.errors import ConfigError
 
 _MAX_NEW_TOKENS = 512
-_LEAST_PROMPT = 32  # slots; fewer would save little and need more programs
 _TORN = "\ufffd"  # the end of a text whose last character is incomplete
 
 
@@ -45,14 +44,14 @@ class Chat:
         context: int,
         system: str,
     ) -> None:
-        self._params, self._tokenizer, self._config, self._context = params, tokenizer, config, context
+        self._params, self._tokenizer, self._context = params, tokenizer, context
         self._prompts = ChatPrompts(tokenizer)
         ends = (*rules.end_ids, *self._prompts.end_ids)
         self._most = rules.max_new_tokens or _MAX_NEW_TOKENS
         self._rules = dataclasses.replace(rules, end_ids=ends, max_new_tokens=self._most)
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self._turns: list[Message] = []
-        self._samplers: dict[tuple[int, int], Sampler] = {}  # by length and prompt length
+        self._samplers = Samplers(config, tokenizer, None, context)
         self._answers = 0
         self.forgotten = 0  # turns that no longer fit into the context
         self.ended = False  # whether the last answer ended by itself
@@ -109,23 +108,9 @@ class Chat:
         return ids
 
     def _pieces(self, prompt: np.ndarray) -> Iterator[list[int]]:
-        # Powers of two, so that few programs serve a conversation.
-        prompt_length = min(self._context, max(_LEAST_PROMPT, _power_of_two(len(prompt))))
-        length = min(self._context, _power_of_two(prompt_length + self._most))
-        sampler = self._sampler(length, prompt_length)
-        prompt_1xP = np.full((1, prompt_length), self._tokenizer.pad_id, np.int32)
+        slots = self._samplers.slots(len(prompt), self._most)
+        prompt_1xP = np.full((1, slots[1]), self._tokenizer.pad_id, np.int32)
         prompt_1xP[0, : len(prompt)] = prompt
         draw_ids_1x3 = np.array([[self._answers, 0, 0]], np.uint32)
         lengths_1 = np.array([len(prompt)], np.int32)
-        return sampler.pieces(self._params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules)
-
-    def _sampler(self, length: int, prompt_length: int) -> Sampler:
-        key = (length, prompt_length)
-        if key not in self._samplers:
-            config = self._config.replaced({"max_target_length": length, "scan_layers": True})
-            self._samplers[key] = Sampler(config, self._tokenizer, None, prompt_length=prompt_length, rescores=False)
-        return self._samplers[key]
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()
+        return self._samplers.of(slots).pieces(self._params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules)

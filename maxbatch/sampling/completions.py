@@ -13,9 +13,8 @@ from jax.sharding import Mesh
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
-from maxbatch.sampling.sampler import Sampler, SamplingRules
+from maxbatch.sampling.sampler import Sampler, Samplers, SamplingRules
 
-_LEAST_PROMPT = 32  # slots; fewer would save little and need more programs
 _SLOTS_AT_ONCE = 8192  # of a batch shard, prompts and completions
 
 
@@ -41,9 +40,9 @@ class Completer:
         context: int,
         most_rows: int | None = None,
     ) -> None:
-        self.params, self._tokenizer, self._config, self._mesh = params, tokenizer, config, mesh
+        self.params, self._tokenizer, self._mesh = params, tokenizer, mesh
         self._context, self._most_rows = context, most_rows
-        self._samplers: dict[tuple[int, int], Sampler] = {}  # by length and prompt length
+        self._samplers = Samplers(config, tokenizer, mesh, context)
 
     def __call__(self, prompts: Sequence[Sequence[int]], rules: SamplingRules, stops: Sequence[str]) -> list[str]:
         """Returns the completion of each prompt, up to and without its end or a stop.
@@ -60,19 +59,16 @@ class Completer:
         assert most is not None and most < self._context, "the context has room for a prompt"
         room = self._context - most
         found = [""] * len(prompts)
-        by_length: dict[tuple[int, int], list[int]] = {}
+        by_slots: dict[tuple[int, int], list[int]] = {}
         for number, prompt in enumerate(prompts):
-            # Powers of two, so that few programs serve all prompts.
-            slots = min(self._context, max(_LEAST_PROMPT, _power_of_two(min(len(prompt), room))))
-            length = min(self._context, _power_of_two(slots + most))
-            by_length.setdefault((length, slots), []).append(number)
-        for (length, slots), numbers in by_length.items():
-            at_once = self._most_rows or max(1, self._mesh.size * _SLOTS_AT_ONCE // length)
+            by_slots.setdefault(self._samplers.slots(min(len(prompt), room), most), []).append(number)
+        for slots, numbers in by_slots.items():
+            at_once = self._most_rows or max(1, self._mesh.size * _SLOTS_AT_ONCE // slots[0])
             rows = self._most_rows or min(at_once, len(numbers))
             for begin in range(0, len(numbers), at_once):
                 some = numbers[begin : begin + at_once]
                 kept = [list(prompts[number])[-room:] for number in some]
-                texts = self._batch(self._sampler(length, slots), kept, some, rows, slots, rules, stops)
+                texts = self._batch(self._samplers.of(slots), kept, some, (rows, slots[1]), rules, stops)
                 for number, text in zip(some, texts, strict=True):
                     found[number] = text
         return found
@@ -82,13 +78,13 @@ class Completer:
         sampler: Sampler,
         prompts: Sequence[Sequence[int]],
         draws: Sequence[int],
-        rows: int,
-        slots: int,
+        shape: tuple[int, int],
         rules: SamplingRules,
         stops: Sequence[str],
     ) -> list[str]:
-        """Returns the completions of one pass of so many rows; rows without a prompt end at once."""
-        prompts_BxP = np.full((rows, slots), self._tokenizer.pad_id, np.int32)
+        """Returns the completions of one pass, [B, P]; rows without a prompt end at once."""
+        rows, _ = shape
+        prompts_BxP = np.full(shape, self._tokenizer.pad_id, np.int32)
         lengths_B, draw_ids_Bx3 = np.ones(rows, np.int32), np.zeros((rows, 3), np.uint32)
         for row, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
             prompts_BxP[row, : len(prompt)] = prompt
@@ -105,19 +101,8 @@ class Completer:
         texts = map(text, found[: len(prompts)])
         return [whole if (part := _before(whole, stops)) is None else part for whole in texts]
 
-    def _sampler(self, length: int, slots: int) -> Sampler:
-        key = (length, slots)
-        if key not in self._samplers:
-            config = self._config.replaced({"max_target_length": length, "scan_layers": True})
-            self._samplers[key] = Sampler(config, self._tokenizer, self._mesh, prompt_length=slots, rescores=False)
-        return self._samplers[key]
-
 
 def _before(text: str, stops: Sequence[str]) -> str | None:
     """Returns the text before its first stop; None if it has no stop."""
     places = [place for stop in stops if stop and (place := text.find(stop)) >= 0]
     return text[: min(places)] if places else None
-
-
-def _power_of_two(least: int) -> int:
-    return 1 << (least - 1).bit_length()

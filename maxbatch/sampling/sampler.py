@@ -44,6 +44,7 @@ _LEAST_QUARTERED = 256
 # Tokens of a piece of a response, for a reader and for a batch; weights are cast once per piece.
 _PIECE_TOKENS = 4
 _BATCH_PIECE_TOKENS = 16
+_LEAST_PROMPT = 32  # slots of a prompt of any length; fewer would save little and need more programs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,6 +273,37 @@ class Sampler:
         return program, np.asarray(draw_ids_Bx3, np.uint32), _Rules(*arguments)
 
 
+class Samplers:
+    """The samplers of a model for prompts of any length; powers of two, so that few programs serve all.
+
+    Args:
+      context: the most tokens of a row.
+    """
+
+    def __init__(self, config: DecoderConfig, tokenizer: Tokenizer, mesh: Mesh | None, context: int) -> None:
+        self._config, self._tokenizer, self._mesh, self._context = config, tokenizer, mesh, context
+        self._made: dict[tuple[int, int], Sampler] = {}
+
+    def slots(self, num_tokens: int, most: int) -> tuple[int, int]:
+        """Returns the slots of a row and of its prompt, for a prompt of so many tokens and `most` new ones."""
+        of_prompt = min(self._context, max(_LEAST_PROMPT, _power_of_two(num_tokens)))
+        return min(self._context, _power_of_two(of_prompt + most)), of_prompt
+
+    def of(self, slots: tuple[int, int]) -> Sampler:
+        """Returns the sampler of rows with such slots."""
+        if slots not in self._made:
+            length, prompt_length = slots
+            config = self._config.replaced({"max_target_length": length, "scan_layers": True})
+            self._made[slots] = Sampler(
+                config, self._tokenizer, self._mesh, prompt_length=prompt_length, rescores=False
+            )
+        return self._made[slots]
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
 def _responses(
     program: _Program,
     params: State,
@@ -480,7 +512,7 @@ def _begin(
 ) -> _Loop:
     """Returns the state before the first token of responses that are drawn in pieces."""
     longest = max(1, int((limits_B - prompt_lengths_B).max()))
-    slots = min(program.length, 1 << (longest - 1).bit_length())  # a power of two, so that few programs serve all
+    slots = min(program.length, _power_of_two(longest))  # so that few programs serve all
     begun: _Loop = _begin_with(program, slots, params, prompts_BxP, prompt_lengths_B, limits_B)
     return begun
 
