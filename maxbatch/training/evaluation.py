@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.sections import EvaluationConfig
-from maxbatch.data.feed.feed import BatchLoader, BatchSeries
+from maxbatch.data.feed.feed import BatchLoader, in_passes
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.stream import Stream
 from maxbatch.parallel.trees import State
@@ -81,14 +81,9 @@ class Evaluator:
     def __call__(self, params: State) -> EvalResult:
         step = self._compiled.result() if self._compiled else self._jitted
         loss = weight = 0.0
-        batch_size = self._shape.micro_batch
-        full, rest = divmod(self._num_rows, batch_size)
-        whole = BatchSeries(0, batch_size, full, self._shape)
-        last = BatchSeries(full * batch_size, rest, 1, self._shape)
-        series = [one for one in (whole, last) if one.num_rows and one.num_batches]
+        series = in_passes(0, self._num_rows, self._shape)
         with BatchLoader(self._stream, self._placement, series) as loader:
-            for start in range(0, self._num_rows, batch_size):
-                batch = loader.batch(min(batch_size, self._num_rows - start), self._shape)
+            for _, batch in loader.batches():
                 # Fetched one by one, since concurrent programs with collectives can deadlock on a CPU.
                 batch_loss, batch_weight = jax.device_get(step(params, batch))
                 loss, weight = loss + float(batch_loss), weight + float(batch_weight)

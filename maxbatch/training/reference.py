@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from maxbatch.config.combined import UpdateConfig
-from maxbatch.data.feed.feed import BatchLoader, BatchSeries
+from maxbatch.data.feed.feed import BatchLoader, in_passes
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleOrigin, SampleRows
@@ -250,16 +250,10 @@ class ReferencePass:
 
         `score` is the compiled program; `stream` is None on a host without rows.
         """
-        size = self._shape.micro_batch
-        full, rest = divmod(end - first, size)
-        parts = [(first, size, full), (first + full * size, rest, 1)]
-        series = [BatchSeries(begin, rows, count, self._shape) for begin, rows, count in parts if rows and count]
         hashes, logprobs = [np.zeros(0, np.uint64)], [np.zeros((0, self._num_answers), np.float32)]
-        with BatchLoader(stream, self._placement, series) as loader:
-            for one in series:
-                for _ in range(one.num_batches):
-                    batch = loader.batch(one.num_rows, self._shape)
-                    halves_Mx2, logprobs_MxA = jax.device_get(score(params, batch))
-                    hashes.append(_joined(halves_Mx2[: one.num_rows]))
-                    logprobs.append(logprobs_MxA[: one.num_rows])
+        with BatchLoader(stream, self._placement, in_passes(first, end, self._shape)) as loader:
+            for num_rows, batch in loader.batches():
+                halves_Mx2, logprobs_MxA = jax.device_get(score(params, batch))
+                hashes.append(_joined(halves_Mx2[:num_rows]))
+                logprobs.append(logprobs_MxA[:num_rows])
         return np.concatenate(hashes), np.concatenate(logprobs)

@@ -32,6 +32,14 @@ class BatchSeries(NamedTuple):
     shape: BatchShape
 
 
+def in_passes(first: int, end: int, shape: BatchShape) -> list[BatchSeries]:
+    """Returns samples `first` to `end` - 1 in batches of one micro-batch, the last perhaps smaller."""
+    size = shape.micro_batch
+    full, rest = divmod(end - first, size)
+    series = [BatchSeries(first, size, full, shape), BatchSeries(end - rest, rest, 1, shape)]
+    return [one for one in series if one.num_rows and one.num_batches]
+
+
 class HostOrder:
     """The order of one host's samples: the rows in its slots of every batch."""
 
@@ -68,7 +76,7 @@ class BatchLoader:
     """
 
     def __init__(self, stream: Stream | None, placement: Placement, series: Sequence[BatchSeries]) -> None:
-        self._placement = placement
+        self._placement, self._series = placement, series
         self._reader: Reader | None = None
         if stream is not None and placement.stages_all:
             last = series[-1]
@@ -76,6 +84,12 @@ class BatchLoader:
             self._reader = stream.reader_of(Contiguous(series[0].first_sample, end))
         elif stream is not None:
             self._reader = stream.reader_of(HostOrder(placement, series))
+
+    def batches(self) -> Iterator[tuple[int, Batch]]:
+        """Yields the batches of the series, each with its number of real rows."""
+        for one in self._series:
+            for _ in range(one.num_batches):
+                yield one.num_rows, self.batch(one.num_rows, one.shape)
 
     def batch(self, num_rows: int, shape: BatchShape) -> Batch:
         """Returns the next batch, of `num_rows` real rows."""

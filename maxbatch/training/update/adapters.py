@@ -143,17 +143,14 @@ class Adapters:
 
     def merged(self, base: State, adapters: State) -> State:
         """Returns the parameters of the adapted model, in the types of `base`."""
-        arrays = {parameter_path(path): array for path, array in jax.tree.leaves_with_path(adapters)}
 
-        def adapted(path: KeyPath, matrix: jax.Array) -> jax.Array:
-            *folder, name = parameter_path(path)
-            a, b = (arrays.get((*folder, name + part)) for part in (_A, _B))
-            if a is None or b is None:
-                return matrix
-            product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(a, b)
-            return (matrix.astype(jnp.float32) + self.scale * product).astype(matrix.dtype)
+        def summed(adapted: jax.Array | Adapted) -> jax.Array:
+            if not isinstance(adapted, Adapted):
+                return adapted
+            product = jax.vmap(lambda a, b: jnp.tensordot(a, b, axes=1))(adapted.a, adapted.b)
+            return (adapted.matrix.astype(jnp.float32) + self.scale * product).astype(adapted.matrix.dtype)
 
-        state: State = jax.tree.map_with_path(adapted, base)
+        state: State = jax.tree.map(summed, self.beside(base, adapters), is_leaf=lambda x: isinstance(x, Adapted))
         return state
 
 
