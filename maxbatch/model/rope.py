@@ -21,18 +21,6 @@ from maxbatch.model.products import Adapted, quarter_turn
 Rope = tuple[jax.Array, jax.Array]
 
 
-def rope_tables(length: int, head_dim: int, max_timescale: float) -> Rope:
-    """Returns the float32 cosines and sines, each [L, h/2], of positions 0 to L - 1.
-
-    Positions count from the start of the row. A rotated query and key depend only on the difference of their positions,
-    so the documents of a packed row need no restart. The tables are constants of the program, computed in float64: in
-    float32 the angles of late positions are off by thousandths, and XLA would compute them again in every layer.
-
-    Reference: Su et al. 2021, RoFormer (https://arxiv.org/abs/2104.09864), section 3.2.
-    """
-    return _tables(length, _frequencies(head_dim, max_timescale))
-
-
 @dataclasses.dataclass(frozen=True)
 class RopeKeys:
     """The config keys of a model's rotary positions. They are compared by value, as compiled programs need it."""
@@ -80,16 +68,16 @@ class Ropes:
     """
 
     def __init__(self, keys: RopeKeys, length: int, longest: int | None = None) -> None:
-        self._global = _tables(length, *_stretched(keys))
+        self._global = rope_tables(length, *_stretched(keys))
         self._local: Rope | None = None
         self._long: Rope | None = None
         self._original = keys.original_max_position_embeddings
         if keys.rope_type == "longrope" and (longest or length) > self._original:
-            self._long = _tables(length, *_stretched(keys, is_long=True))
+            self._long = rope_tables(length, *_stretched(keys, is_long=True))
         base = keys.local_rope_max_timescale
         if base > 0 or keys.global_head_dim != keys.head_dim:
             base = base if base > 0 else keys.rope_max_timescale
-            self._local = _tables(length, _frequencies(keys.head_dim, base))
+            self._local = rope_tables(length, frequencies_of(keys.head_dim, base))
 
     def of(
         self, is_local: jax.Array | bool, lengths: Callable[[], jax.Array], positions_MxL: jax.Array | None = None
@@ -158,12 +146,20 @@ def _where(condition: jax.Array, rope: Rope, other: Rope) -> Rope:
     return jnp.where(condition, cos, other_cos), jnp.where(condition, sin, other_sin)
 
 
-def _tables(length: int, frequencies: np.ndarray, scale: float = 1.0) -> Rope:
+def rope_tables(length: int, frequencies: np.ndarray, scale: float = 1.0) -> Rope:
+    """Returns the float32 cosines and sines, each [L, h/2], of positions 0 to L - 1, times a scale.
+
+    Positions count from the start of the row. A rotated query and key depend only on the difference of their positions,
+    so the documents of a packed row need no restart. The tables are constants of the program, computed in float64: in
+    float32 the angles of late positions are off by thousandths, and XLA would compute them again in every layer.
+
+    Reference: Su et al. 2021, RoFormer (https://arxiv.org/abs/2104.09864), section 3.2.
+    """
     angles = np.outer(np.arange(length), frequencies)
     return jnp.asarray(np.cos(angles) * scale, jnp.float32), jnp.asarray(np.sin(angles) * scale, jnp.float32)
 
 
-def _frequencies(head_dim: int, max_timescale: float, proportion: float = 1.0) -> np.ndarray:
+def frequencies_of(head_dim: int, max_timescale: float, proportion: float = 1.0) -> np.ndarray:
     """Returns the frequency of each pair; pairs beyond the proportion that is rotated have 0."""
     pairs = np.arange(head_dim // 2)
     return np.where(pairs < int(proportion * head_dim // 2), max_timescale ** (-2 * pairs / head_dim), 0.0)
@@ -175,7 +171,7 @@ def _stretched(keys: RopeKeys, is_long: bool = False) -> tuple[np.ndarray, float
     Args:
       is_long: whether the frequencies are for long documents, which LongRoPE treats differently.
     """
-    frequencies = _frequencies(keys.global_head_dim, keys.rope_max_timescale, keys.partial_rotary_factor)
+    frequencies = frequencies_of(keys.global_head_dim, keys.rope_max_timescale, keys.partial_rotary_factor)
     factor = keys.rope_factor
     if keys.rope_type == "linear":
         return frequencies / factor, 1.0

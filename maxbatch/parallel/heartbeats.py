@@ -97,9 +97,9 @@ class Heartbeats:
         """Records that this host reports its own failure, so that it does not print another host's as well."""
         self._reports = True
 
-    def fail(self, message: str, code: int, host: int | None = None) -> None:
-        """Reports to all hosts that one failed, by default this one."""
-        failure = {"host": self._index if host is None else host, "message": message, "code": code}
+    def fail(self, message: str, code: int) -> None:
+        """Reports to all hosts that this one failed."""
+        failure = {"host": self._index, "message": message, "code": code}
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another host failed first, or the first host ended
             self._store.key_value_set(_FAILURE_KEY, json.dumps(failure))
 

@@ -46,20 +46,11 @@ class Constrain:
 
     def __call__(self, x: jax.Array, logical_axes: LogicalAxes) -> jax.Array:
         """Returns x with its sharding."""
-        if self.mesh is None:
-            return x
-        array: jax.Array = jax.lax.with_sharding_constraint(
-            x, NamedSharding(self.mesh, self.spec(x.shape, logical_axes))
-        )
-        return array
+        return x if self.mesh is None else _placed(x, self.mesh, self.spec(x.shape, logical_axes))
 
     def like_parameter(self, x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
         """Returns x, such as a gradient, with the sharding of the parameter that has its shape and its axes."""
-        if self.mesh is None:
-            return x
-        spec = parameter_spec(logical_axes, x.shape, self.mesh)
-        array: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, spec))
-        return array
+        return x if self.mesh is None else _placed(x, self.mesh, parameter_spec(logical_axes, x.shape, self.mesh))
 
     def like_layer(self, x: jax.Array, logical_axes: tuple[str, ...]) -> jax.Array:
         """Returns x with the sharding of one layer of a stacked parameter, whose other axes are `logical_axes`."""
@@ -67,13 +58,17 @@ class Constrain:
             return x
         stacked = (self.mesh.shape["pipeline"], *x.shape)
         _, *spec = parameter_spec((LAYERS, *logical_axes), stacked, self.mesh)
-        array: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, P(*spec)))
-        return array
+        return _placed(x, self.mesh, P(*spec))
 
     @property
     def platform(self) -> str:
         """The kind of the devices: "cpu", "gpu" or "tpu"."""
         return jax.default_backend() if self.mesh is None else self.mesh.devices.flat[0].platform
+
+
+def _placed(x: jax.Array, mesh: Mesh, spec: P) -> jax.Array:
+    array: jax.Array = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+    return array
 
 
 unconstrained = Constrain()

@@ -88,8 +88,8 @@ class BatchesAhead:
             self._end = self._last.end if self._last else self._end
             return CollectedBatch(self._workshop, self._end, self._num_prompts(self._end))
         # The thread runs every program of the devices that sample, so that their order is the same on all hosts.
-        roller = self._workshop.roller
-        taken = self._begun(roller.receive, roller.hand_over(params))
+        take = self._workshop.roller.take
+        taken = self._begun(take.receive, take.hand_over(params))
         while len(self._waiting) <= steps:
             self._waiting.append(self._begun(self._sampled, taken))
         return self._waiting.popleft().result()

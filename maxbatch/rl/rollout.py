@@ -16,7 +16,7 @@ from maxbatch.config.combined import RolloutConfig
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.huggingface.folder.config_json import end_tokens
 from maxbatch.parallel.hosts import gather
-from maxbatch.parallel.resharding import HandedOver, Resharding
+from maxbatch.parallel.resharding import Resharding
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.rl.prompts import Prompt
@@ -48,6 +48,9 @@ class Roller:
     Args:
       group: adjacent rows that share a prompt and its prefill in every call; divides R.
       end_ids: ids of tokens that end a response, besides the tokenizer's and the model files'.
+
+    Attributes:
+      take: moves parameters to the sampling devices.
     """
 
     def __init__(
@@ -63,24 +66,12 @@ class Roller:
         self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
         self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
         self._prompt_length = config.max_prefill_predict_length
-        self._reshard = Resharding(_policy_shardings(config, mesh))
+        self.take = Resharding(_policy_shardings(config, mesh))
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(
             config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts,
             jit=jit_with(program_options(config.libtpu_flags, list(mesh.devices.flat))),
         )  # fmt: skip
-
-    def hand_over(self, params: State) -> HandedOver:
-        """Copies parameters from the training devices, for `receive`; runs programs on those only."""
-        return self._reshard.hand_over(params)
-
-    def receive(self, handed: HandedOver) -> State:
-        """Returns the parameters on the sampling devices; runs programs on those only."""
-        return self._reshard.receive(handed)
-
-    def take(self, params: State) -> State:
-        """Moves parameters to the sampling devices."""
-        return self._reshard(params)
 
     def start(
         self,

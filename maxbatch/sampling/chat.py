@@ -19,6 +19,7 @@ from maxbatch.sampling.sampler import Samplers, SamplingRules
 from maxbatch.system.errors import ConfigError
 
 _MAX_NEW_TOKENS = 512
+_PIECE_TOKENS = 4  # shown at a time
 _TORN = "\ufffd"  # the end of a text whose last character is incomplete
 
 
@@ -113,4 +114,11 @@ class Chat:
         prompt_1xP[0, : len(prompt)] = prompt
         draw_ids_1x3 = np.array([[self._answers, 0, 0]], np.uint32)
         lengths_1 = np.array([len(prompt)], np.int32)
-        return self._samplers.of(slots).pieces(self._params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules)
+        responses = self._samplers.of(slots).growing(
+            self._params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules, _PIECE_TOKENS
+        )
+        read = 0
+        for (response,) in responses:
+            if new := response[read:]:
+                yield new
+            read = len(response)

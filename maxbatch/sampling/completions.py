@@ -15,6 +15,7 @@ from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.parallel.trees import State
 from maxbatch.sampling.sampler import Sampler, Samplers, SamplingRules
 
+_PIECE_TOKENS = 16  # between looks for stops
 _SLOTS_AT_ONCE = 8192  # of a batch shard, prompts and completions
 
 
@@ -97,7 +98,7 @@ class Completer:
         def is_enough(row: int, ids: Sequence[int]) -> bool:
             return row >= len(prompts) or _before(text(ids), stops) is not None
 
-        found = sampler.until(self.params, prompts_BxP, lengths_B, draw_ids_Bx3, rules, is_enough)
+        *_, found = sampler.growing(self.params, prompts_BxP, lengths_B, draw_ids_Bx3, rules, _PIECE_TOKENS, is_enough)
         texts = map(text, found[: len(prompts)])
         return [whole if (part := _before(whole, stops)) is None else part for whole in texts]
 

@@ -41,9 +41,6 @@ _ROOMS = (64, 256, 1024, 4096, 16384)  # slots of a response
 # From this room on, a device continues with a quarter of its rows once the unfinished ones fit into it. The quarter has
 # a loop of its own, which takes as long to compile as the first.
 _LEAST_QUARTERED = 256
-# Tokens of a piece of a response, for a reader and for a batch; weights are cast once per piece.
-_PIECE_TOKENS = 4
-_BATCH_PIECE_TOKENS = 16
 _LEAST_PROMPT = 32  # slots of a prompt of any length; fewer would save little and need more programs
 
 
@@ -187,49 +184,29 @@ class Sampler:
         )
         return lowered
 
-    def pieces(
-        self,
-        params: State,
-        prompt_1xP: np.ndarray,
-        prompt_lengths_1: np.ndarray,
-        draw_ids_1x3: np.ndarray,
-        rules: SamplingRules,
-    ) -> Iterator[list[int]]:
-        """Yields the response to one prompt as it is drawn, in pieces of a few ids.
-
-        A call with the same arguments gives the same response; the end token is included if it was drawn.
-
-        Raises:
-          TrainingError: a token has no finite log-probability.
-        """
-        program, draw_ids_1x3, tensors = self._arguments(prompt_1xP, draw_ids_1x3, rules)
-        limits_1 = np.array(_limits(program, prompt_lengths_1, tensors))
-        loop, read = _begin(program, params, prompt_1xP, prompt_lengths_1, limits_1), int(prompt_lengths_1[0])
-        while not loop.done_B[0]:
-            loop = _continue(program, params, loop, draw_ids_1x3, limits_1, tensors, np.int32(_PIECE_TOKENS))
-            new = slice(read, int(loop.lengths_B[0]))
-            _check_finite(loop.logprobs_BxL[0, new])
-            yield np.asarray(loop.tokens_BxL[0, new]).tolist()
-            read = new.stop
-
-    def until(
+    def growing(
         self,
         params: State,
         prompts_BxP: np.ndarray,
         prompt_lengths_B: np.ndarray,
         draw_ids_Bx3: np.ndarray,
         rules: SamplingRules,
-        is_enough: Callable[[int, list[int]], bool],
-    ) -> list[list[int]]:
-        """Returns the ids of the response to each prompt, the end token included if it was drawn.
+        piece_tokens: int,
+        is_enough: Callable[[int, list[int]], bool] = lambda row, ids: False,
+    ) -> Iterator[list[list[int]]]:
+        """Yields the ids of the responses so far: none, then those after each piece; an end token that was drawn too.
 
-        They equal those of a call with the same arguments, except that a response ends soon after `is_enough(row, ids)`
-        is true for its ids so far.
+        In the end they equal those of a call with the same arguments, except that a response ends soon after
+        `is_enough(row, ids)` is true for its ids so far.
+
+        Args:
+          piece_tokens: tokens of a piece; weights are cast once per piece.
 
         Raises:
           TrainingError: a token has no finite log-probability.
         """
         responses: list[list[int]] = [[] for _ in prompts_BxP]
+        yield responses
         more = -len(responses) % self._program.row_shards
         prompts_BxP, draw_ids_Bx3 = (np.pad(array, ((0, more), (0, 0))) for array in (prompts_BxP, draw_ids_Bx3))
         prompt_lengths_B = np.pad(prompt_lengths_B, (0, more), constant_values=1)
@@ -239,16 +216,15 @@ class Sampler:
         loop = _begin(program, params, prompts_BxP, prompt_lengths_B, limits_B)
         done_B = np.array(loop.done_B)
         while not done_B.all():
-            pieces = np.int32(_BATCH_PIECE_TOKENS)
-            loop = _continue(program, params, loop, draw_ids_Bx3, limits_B, tensors, pieces)
+            loop = _continue(program, params, loop, draw_ids_Bx3, limits_B, tensors, np.int32(piece_tokens))
             tokens_BxL, logprobs_BxL, lengths_B, done_B = map(np.array, jax.device_get(loop[1:]))
             for row, response in enumerate(responses):
                 new = slice(prompt_lengths_B[row] + len(response), lengths_B[row])
                 _check_finite(logprobs_BxL[row, new])
                 response += tokens_BxL[row, new].tolist()
                 done_B[row] = done_B[row] or is_enough(row, response)
+            yield responses
             loop = loop._replace(done_B=jax.device_put(done_B, loop.done_B.sharding))
-        return responses
 
     def _arguments(
         self, prompts_QxP: np.ndarray | jax.Array, draw_ids_Bx3: np.ndarray, rules: SamplingRules
@@ -352,7 +328,7 @@ def _responses(
 jit_responses = jax.jit(_responses, static_argnums=0)
 
 
-def _check_finite(logprobs: jax.Array | np.ndarray) -> None:
+def _check_finite(logprobs: np.ndarray) -> None:
     if not np.isfinite(logprobs).all():
         raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
 

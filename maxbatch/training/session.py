@@ -336,7 +336,7 @@ class Session(Generic[B]):
 
     def open_recorder(self, compiles: CompileCounter, stack: ExitStack) -> tuple[Recorder, ShowText]:
         """Returns the recorder of the updates ahead, and where texts go; `stack` closes the places of both."""
-        show: ShowText = _show_nowhere
+        show: ShowText = lambda step, name, text: None  # noqa: E731  this host writes no TensorBoard events
         opened: list[Output] = []
         for output in self._open_outputs() if is_first() else ():
             opened.append(stack.enter_context(closing(output)))  # one by one: a later one may fail to open
@@ -501,10 +501,6 @@ class Session(Generic[B]):
     @property
     def _samples_seen(self) -> str:
         return f"{self.position.samples_seen:,} {self.opened.data.unit}"
-
-
-def _show_nowhere(step: int, name: str, text: str) -> None:
-    """Drops a text: this host writes no TensorBoard events."""
 
 
 def _resume(position: Position, hosts: tuple[int, int] | tuple[None, None]) -> Resume:

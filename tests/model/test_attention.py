@@ -11,7 +11,7 @@ import pytest
 
 from maxbatch.model.attention import _BLOCK_TOKENS, attend, attend_to_cache
 from maxbatch.model.cache import Cache
-from maxbatch.model.rope import apply_rope, rope_tables
+from maxbatch.model.rope import apply_rope, frequencies_of, rope_tables
 
 M, L, H, HEAD_DIM = 2, 16, 4, 8
 
@@ -31,7 +31,7 @@ def one_document() -> jax.Array:
 
 @pytest.mark.parametrize("shift", [1, 1000])
 def test_rope_scores_depend_on_the_distance_alone(shift: int) -> None:
-    rope = rope_tables(1016, HEAD_DIM, 10_000)
+    rope = rope_tables(1016, frequencies_of(HEAD_DIM, 10_000))
     q, k, _ = (x[:1] for x in queries_keys_values())
 
     def scores(first_position: int) -> jax.Array:
@@ -43,7 +43,7 @@ def test_rope_scores_depend_on_the_distance_alone(shift: int) -> None:
 
 def test_rope_keeps_lengths_and_leaves_position_zero() -> None:
     q, _, _ = queries_keys_values()
-    rotated = apply_rope(q, rope_tables(L, HEAD_DIM, 10_000))
+    rotated = apply_rope(q, rope_tables(L, frequencies_of(HEAD_DIM, 10_000)))
     np.testing.assert_array_equal(rotated[:, 0], q[:, 0])
     np.testing.assert_allclose(jnp.linalg.norm(rotated, axis=-1), jnp.linalg.norm(q, axis=-1), rtol=1e-5)
 
@@ -51,7 +51,7 @@ def test_rope_keeps_lengths_and_leaves_position_zero() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_rope_has_the_same_values_in_the_form_for_tpus(dtype: str) -> None:
     q, _, _ = queries_keys_values(dtype=dtype)
-    rope = rope_tables(L, HEAD_DIM, 10_000)
+    rope = rope_tables(L, frequencies_of(HEAD_DIM, 10_000))
     np.testing.assert_array_equal(apply_rope(q, rope, "tpu", 0.25), apply_rope(q, rope, "cpu", 0.25))
     gradients = [jax.grad(lambda q, p=p: jnp.sum(jnp.sin(apply_rope(q, rope, p))))(q) for p in ("tpu", "cpu")]
     np.testing.assert_allclose(*(g.astype(jnp.float32) for g in gradients), atol=1e-6 if dtype == "float32" else 2e-2)

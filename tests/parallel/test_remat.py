@@ -14,7 +14,7 @@ from maxbatch.config.cycle import LayerForm
 from maxbatch.config.sections import KEYS
 from maxbatch.model.decoder import DecoderLayer
 from maxbatch.model.experts.routing import Slots
-from maxbatch.model.rope import rope_tables
+from maxbatch.model.rope import frequencies_of, rope_tables
 from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import unconstrained
 from tests.helpers.tiny import tiny_config
@@ -28,7 +28,7 @@ def kept_values(policy: str, *overrides: str) -> int:
     one = DecoderLayer(config, "layers", dense, rngs=nnx.Rngs(0), constrain=unconstrained)
     graphdef, parameters = nnx.split(one, nnx.Param)
     length = config.max_target_length
-    rope = rope_tables(length, config.head_dim, 10_000)
+    rope = rope_tables(length, frequencies_of(config.head_dim, 10_000))
     x_MxLxD = jnp.ones((2, length, config.base_emb_dim), config.dtype)
     segments_MxL = jnp.ones((2, length), jnp.int32)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import jax
 import numpy as np
 import pytest
@@ -78,10 +76,11 @@ def test_the_pieces_of_a_response_are_the_response() -> None:
     prompt_1xP = np.array([[97, 98, 99, 0]], np.int32)
     for most in (1, 9, 100):
         rules = SamplingRules(1.0, top_k=7, seed=3, max_new_tokens=most)
-        pieces = list(sampler.pieces(params, prompt_1xP, lengths_1, draws_1x3, rules))
+        growing = sampler.growing(params, prompt_1xP, lengths_1, draws_1x3, rules, piece_tokens=4)
+        *before, last = ([*response] for (response,) in growing)
         whole = jax.device_get(sampler(params, prompt_1xP, lengths_1, draws_1x3, rules))
-        assert list(itertools.chain(*pieces)) == whole.tokens_BxL[0, 3 : whole.lengths_B[0]].tolist()
-        assert len(pieces) == -(-(whole.lengths_B[0] - 3) // 4)
+        assert last == whole.tokens_BxL[0, 3 : whole.lengths_B[0]].tolist()
+        assert before == [last[:read] for read in range(0, len(last), 4)]
     broken = jax.tree.map(lambda x: x.at[...].set(float("nan")), params)
     with pytest.raises(TrainingError, match="gives no token a finite log-probability"):
-        list(sampler.pieces(broken, prompt_1xP, lengths_1, draws_1x3, rules))
+        list(sampler.growing(broken, prompt_1xP, lengths_1, draws_1x3, rules, piece_tokens=4))

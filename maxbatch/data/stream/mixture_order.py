@@ -87,10 +87,7 @@ class WeightedOrder:
 
         The cost is per block of 1000 samples, the same for any index; consecutive indices share blocks.
         """
-        try:
-            index_n = np.asarray(indices, np.int64)
-        except OverflowError:
-            index_n = np.array([int(index) for index in indices], object)
+        index_n = _numbers(indices)
         block_n, slot_n = index_n // WINDOW, (index_n % WINDOW).astype(np.int64)
         source_n = np.empty(len(index_n), np.int64)
         place_n = np.empty(len(index_n), index_n.dtype)
@@ -122,6 +119,14 @@ class WeightedOrder:
             for fixed, begin, width in zip(self._fixed, self._begins, self._widths, strict=True)
         ]
         return _Block(before_K, source_W, place_W)
+
+
+def _numbers(indices: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Returns int64, or Python ints beyond 64 bits."""
+    try:
+        return np.asarray(indices, np.int64)
+    except OverflowError:
+        return np.array([int(index) for index in indices], object)
 
 
 def _stride(steps: int, widest: int) -> int:
@@ -214,10 +219,7 @@ class StagedOrder:
 
     def at(self, indices: Sequence[int] | np.ndarray) -> Origins:
         """Returns the origins of the samples with these indices, each at least 0."""
-        try:
-            index_n = np.asarray(indices, np.int64)
-        except OverflowError:
-            index_n = np.array([int(index) for index in indices], object)
+        index_n = _numbers(indices)
         stage_n = np.array([bisect_right(self._starts, index) - 1 for index in index_n.tolist()], np.int64)
         source_n, place_n = np.empty(len(index_n), np.int64), np.empty(len(index_n), index_n.dtype)
         for t in np.unique(stage_n).tolist():

@@ -273,7 +273,9 @@ class LocalCheckpoints:
         if failed is None:
             self._has_warned = False
             note_whole(self._own, step)
-            self._remove(lambda other: other < step)
+            for folder in state_folders(self._folder):
+                if int(folder.name) < step:
+                    remove_tree(folder)
             return
         remove_tree(self._own / str(step))
         if not self._has_warned:
@@ -288,11 +290,6 @@ class LocalCheckpoints:
         self.settle()
         gather(None)
         remove_tree(self._folder)
-
-    def _remove(self, is_due: Callable[[int], bool]) -> None:
-        for folder in state_folders(self._folder):
-            if is_due(int(folder.name)):
-                remove_tree(folder)
 
     def close(self) -> None:
         """Waits for the current file."""
