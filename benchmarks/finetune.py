@@ -137,17 +137,13 @@ def accuracy(model: Path, asked: list[Question]) -> Accuracy:
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     prompts = [tokenizer.encode(question.prompt) for question in asked]
     longest = max(map(len, prompts))
-    prompts_BxP = np.full((len(asked), longest), tokenizer.pad_id, np.int32)
-    for row, prompt in enumerate(prompts):
-        prompts_BxP[row, : len(prompt)] = prompt
-    lengths_B = np.array([len(prompt) for prompt in prompts], np.int32)
-    draw_ids_Bx3 = np.zeros((len(asked), 3), np.uint32)
     sampler = Sampler(config.decoder, tokenizer, None, prompt_length=longest)
     rules = SamplingRules(temperature=0, max_new_tokens=_NEW_TOKENS)
-    responses = sampler(params, prompts_BxP, lengths_B, draw_ids_Bx3, rules)
+    rows = sampler.rows(prompts, np.zeros((len(asked), 3)))
+    responses = sampler(params, rows, rules)
     tokens_BxL, ends_B = np.asarray(responses.tokens_BxL), np.asarray(responses.lengths_B)
     answers = []
-    for row, (begin, end) in enumerate(zip(lengths_B, ends_B, strict=True)):
+    for row, (begin, end) in enumerate(zip(rows.lengths_Q, ends_B, strict=True)):
         answers.append(tokenizer.decode([int(t) for t in tokens_BxL[row, begin:end] if t != tokenizer.eos_id]))
     of_format = np.mean([_FORMAT.fullmatch(answer) is not None for answer in answers])
     return Accuracy(float(of_format), float(np.mean([a == q.completion for a, q in zip(answers, asked, strict=True)])))

@@ -45,12 +45,11 @@ def _measure(rows: int, length: int, tokens_without: int, turns: int) -> Measure
     config = load_config(overrides=[f"max_target_length={length}"])
     graphdef, params = nnx.split(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_BxP = np.random.default_rng(0).integers(0, 256, (rows, _P), dtype=np.int32)
-    lengths_B, draw_ids_Bx3 = np.full(rows, _P, np.int32), np.zeros((rows, 3), np.uint32)
     sampler = Sampler(config.decoder, _Endless(), None, prompt_length=_P)
-    greedy = SamplingRules(temperature=0.0)
+    prompts, greedy = sampler.rows(list(prompts_BxP), np.zeros((rows, 3))), SamplingRules(temperature=0.0)
 
     def with_cache() -> jax.Array:
-        return jax.block_until_ready(sampler(params, prompts_BxP, lengths_B, draw_ids_Bx3, greedy).tokens_BxL)
+        return jax.block_until_ready(sampler(params, prompts, greedy).tokens_BxL)
 
     @jax.jit
     def drawn(params: nnx.State, tokens_BxL: jax.Array) -> jax.Array:
@@ -84,14 +83,13 @@ def _shared(prompt: int, response: int, turns: int) -> Measurement:
     config = load_config(overrides=[f"max_target_length={prompt + response}"])
     params = nnx.state(Decoder(config.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     prompts_QxP = np.random.default_rng(0).integers(0, 256, (num_prompts, prompt), dtype=np.int32)
-    lengths_Q = np.full(num_prompts, prompt, np.int32)
     rows = np.arange(num_prompts * group, dtype=np.uint32)
     draw_ids_Bx3 = np.stack([rows // group, np.zeros_like(rows), rows % group], axis=1)
     sampler = Sampler(config.decoder, _Endless(), None, prompt_length=prompt)
 
     def drawn(times: int) -> jax.Array:
-        prompts, lengths = np.repeat(prompts_QxP, times, axis=0), np.repeat(lengths_Q, times)
-        return jax.block_until_ready(sampler(params, prompts, lengths, draw_ids_Bx3, SamplingRules()).tokens_BxL)
+        prompts = sampler.rows(list(np.repeat(prompts_QxP, times, axis=0)), draw_ids_Bx3)
+        return jax.block_until_ready(sampler(params, prompts, SamplingRules()).tokens_BxL)
 
     if not np.array_equal(drawn(1), drawn(group)):
         raise BenchmarkError("rows that share a prompt's cache and rows that do not take different tokens")

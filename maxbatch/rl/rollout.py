@@ -65,11 +65,10 @@ class Roller:
         config = _of_sampling(config)
         self._config, self._tokenizer, self._num_pairs, self._group = config, tokenizer, num_pairs, group
         self._end_ids = (*end_tokens(config.load_parameters_path), *end_ids)
-        self._prompt_length = config.max_prefill_predict_length
         self.take = Resharding(_policy_shardings(config, mesh))
         several_hosts = jax.process_count() > 1
         self._sampler = Sampler(
-            config, tokenizer, mesh, prompt_length=self._prompt_length, returns_whole=several_hosts,
+            config, tokenizer, mesh, prompt_length=config.max_prefill_predict_length, returns_whole=several_hosts,
             jit=jit_with(program_options(config.libtpu_flags, list(mesh.devices.flat))),
         )  # fmt: skip
 
@@ -88,10 +87,6 @@ class Roller:
         rows = [prompt for prompt in prompts for _ in range(num_generations)]
         filled = rows + [prompts[-1]] * (self._num_pairs - len(rows))
         read = filled[:: self._group]
-        prompts_QxP = np.full((len(read), self._prompt_length), self._tokenizer.pad_id, np.int32)
-        lengths_Q = np.array([len(prompt.tokens) for prompt in read], np.int32)
-        for number, prompt in enumerate(read):
-            prompts_QxP[number, : lengths_Q[number]] = prompt.tokens
         draws_Rx3 = np.zeros((self._num_pairs, 3), np.uint32)
         for row, prompt in enumerate(filled):
             generation = first_generation + row % num_generations
@@ -101,7 +96,7 @@ class Roller:
         rules = SamplingRules(temperature, *filters, config.sampler_seed, end_ids=self._end_ids)
         # By default TPUs and GPUs round the factors of float32 products.
         with jax.default_matmul_precision("highest" if config.sampler_dtype == "float32" else None):
-            return self._sampler(params, prompts_QxP, lengths_Q, draws_Rx3, rules)
+            return self._sampler(params, self._sampler.rows([prompt.tokens for prompt in read], draws_Rx3), rules)
 
     def text(self, response: np.ndarray) -> str:
         """Decodes a response's tokens (int32[n]), without end tokens."""

@@ -109,14 +109,9 @@ class Chat:
         return ids
 
     def _pieces(self, prompt: np.ndarray) -> Iterator[list[int]]:
-        slots = self._samplers.slots(len(prompt), self._most)
-        prompt_1xP = np.full((1, slots[1]), self._tokenizer.pad_id, np.int32)
-        prompt_1xP[0, : len(prompt)] = prompt
-        draw_ids_1x3 = np.array([[self._answers, 0, 0]], np.uint32)
-        lengths_1 = np.array([len(prompt)], np.int32)
-        responses = self._samplers.of(slots).growing(
-            self._params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules, _PIECE_TOKENS
-        )
+        sampler = self._samplers.of(self._samplers.slots(len(prompt), self._most))
+        rows = sampler.rows([prompt], [(self._answers, 0, 0)])
+        responses = sampler.growing(self._params, rows, self._rules, _PIECE_TOKENS)
         read = 0
         for (response,) in responses:
             if new := response[read:]:

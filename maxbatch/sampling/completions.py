@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from jax.sharding import Mesh
 
 from maxbatch.config.combined import DecoderConfig
@@ -69,7 +68,7 @@ class Completer:
             for begin in range(0, len(numbers), at_once):
                 some = numbers[begin : begin + at_once]
                 kept = [list(prompts[number])[-room:] for number in some]
-                texts = self._batch(self._samplers.of(slots), kept, some, (rows, slots[1]), rules, stops)
+                texts = self._batch(self._samplers.of(slots), kept, some, rows, rules, stops)
                 for number, text in zip(some, texts, strict=True):
                     found[number] = text
         return found
@@ -79,17 +78,15 @@ class Completer:
         sampler: Sampler,
         prompts: Sequence[Sequence[int]],
         draws: Sequence[int],
-        shape: tuple[int, int],
+        rows: int,
         rules: SamplingRules,
         stops: Sequence[str],
     ) -> list[str]:
-        """Returns the completions of one pass, [B, P]; rows without a prompt end at once."""
-        rows, _ = shape
-        prompts_BxP = np.full(shape, self._tokenizer.pad_id, np.int32)
-        lengths_B, draw_ids_Bx3 = np.ones(rows, np.int32), np.zeros((rows, 3), np.uint32)
-        for row, (prompt, draw) in enumerate(zip(prompts, draws, strict=True)):
-            prompts_BxP[row, : len(prompt)] = prompt
-            lengths_B[row], draw_ids_Bx3[row, 0] = len(prompt), draw
+        """Returns the completions of one pass of so many rows; rows without a prompt end at once."""
+        missing = rows - len(prompts)
+        filled = sampler.rows(
+            [*prompts, *[[self._tokenizer.pad_id]] * missing], [(d, 0, 0) for d in [*draws, *[0] * missing]]
+        )
         ends = {self._tokenizer.eos_id, *rules.end_ids}
 
         def text(ids: Sequence[int]) -> str:
@@ -98,7 +95,7 @@ class Completer:
         def is_enough(row: int, ids: Sequence[int]) -> bool:
             return row >= len(prompts) or _before(text(ids), stops) is not None
 
-        *_, found = sampler.growing(self.params, prompts_BxP, lengths_B, draw_ids_Bx3, rules, _PIECE_TOKENS, is_enough)
+        *_, found = sampler.growing(self.params, filled, rules, _PIECE_TOKENS, is_enough)
         texts = map(text, found[: len(prompts)])
         return [whole if (part := _before(whole, stops)) is None else part for whole in texts]
 

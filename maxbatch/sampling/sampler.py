@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
+from numpy.typing import ArrayLike
 
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.matrices import NORMS, STACKS
@@ -57,6 +58,14 @@ class SamplingRules:
     seed: int = 0  # of the draws, in [0, 2^32)
     max_new_tokens: int | None = None  # most tokens of a response; None: as many as there are slots
     end_ids: tuple[int, ...] = ()  # of tokens that end a response, besides the tokenizer's own
+
+
+class PromptRows(NamedTuple):
+    """Prompts, and the draws of B / Q responses to each, one after another."""
+
+    tokens_QxP: np.ndarray | jax.Array  # int32, each from the start of its row; the slots after it are ignored
+    lengths_Q: np.ndarray | jax.Array  # int32 in [1, P]; a prompt of L tokens has no response
+    draw_ids_Bx3: np.ndarray | jax.Array  # uint32; the draws of a row depend on them and on the seed
 
 
 class Responses(NamedTuple):
@@ -152,44 +161,37 @@ class Sampler:
         self._tokenizer_end = tokenizer.eos_id
         self._prompt_length = prompt_length
 
-    def __call__(
-        self,
-        params: State,
-        prompts_QxP: np.ndarray | jax.Array,
-        prompt_lengths_Q: np.ndarray | jax.Array,
-        draw_ids_Bx3: np.ndarray,
-        rules: SamplingRules,
-    ) -> Responses:
-        """Returns B / Q responses to each prompt, one after another; asynchronous, in one program.
+    def rows(self, prompts: Sequence[Sequence[int] | np.ndarray], draw_ids: ArrayLike) -> PromptRows:
+        """Returns prompts, each a list of ids, as rows; `draw_ids`: [B, 3]."""
+        tokens_QxP = np.full((len(prompts), self._prompt_length), self._program.pad_id, np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens_QxP[row, : len(prompt)] = prompt
+        return PromptRows(tokens_QxP, np.array([*map(len, prompts)], np.int32), np.array(draw_ids, np.uint32))
+
+    def __call__(self, params: State, prompts: PromptRows, rules: SamplingRules) -> Responses:
+        """Returns the responses; asynchronous, in one program.
 
         A prompt is read once for all of its responses, or once per device that shares them.
 
         Args:
           params: parameters of a `Decoder`, on one device or sharded.
-          prompts_QxP: int32, each from the start of its row; the slots after it are ignored.
-          prompt_lengths_Q: int32 in [1, P]. A prompt of L tokens has no response.
-          draw_ids_Bx3: uint32; the draws of a row depend on them and on the seed.
         """
-        program, draw_ids_Bx3, tensors = self._arguments(prompts_QxP, draw_ids_Bx3, rules)
+        program, tensors = self._arguments(prompts, rules)
         respond = self.executable or self._respond(program)
-        placed: Responses = respond(params, prompts_QxP, prompt_lengths_Q, draw_ids_Bx3, tensors)
+        placed: Responses = respond(params, prompts, tensors)
         return placed
 
     def lower(self, abstract_params: State, num_rows: int, rules: SamplingRules) -> jax.stages.Lowered:
         """Returns the lowered program of a call with such parameters and rules, for `executable`."""
-        prompts_BxP, lengths_B = np.zeros((num_rows, self._prompt_length), np.int32), np.ones(num_rows, np.int32)
-        program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, np.zeros((num_rows, 3)), rules)
-        lowered: jax.stages.Lowered = jit_responses.lower(
-            program, abstract_params, prompts_BxP, lengths_B, draw_ids_Bx3, tensors
-        )
+        prompts = self.rows([[0]] * num_rows, [[0] * 3] * num_rows)
+        program, tensors = self._arguments(prompts, rules)
+        lowered: jax.stages.Lowered = jit_responses.lower(program, abstract_params, prompts, tensors)
         return lowered
 
     def growing(
         self,
         params: State,
-        prompts_BxP: np.ndarray,
-        prompt_lengths_B: np.ndarray,
-        draw_ids_Bx3: np.ndarray,
+        prompts: PromptRows,
         rules: SamplingRules,
         piece_tokens: int,
         is_enough: Callable[[int, list[int]], bool] = lambda row, ids: False,
@@ -200,20 +202,21 @@ class Sampler:
         `is_enough(row, ids)` is true for its ids so far.
 
         Args:
+          prompts: as many as there are responses.
           piece_tokens: tokens of a piece; weights are cast once per piece.
 
         Raises:
           TrainingError: a token has no finite log-probability.
         """
-        responses: list[list[int]] = [[] for _ in prompts_BxP]
+        responses: list[list[int]] = [[] for _ in prompts.lengths_Q]
         yield responses
         more = -len(responses) % self._program.row_shards
-        prompts_BxP, draw_ids_Bx3 = (np.pad(array, ((0, more), (0, 0))) for array in (prompts_BxP, draw_ids_Bx3))
-        prompt_lengths_B = np.pad(prompt_lengths_B, (0, more), constant_values=1)
-        program, draw_ids_Bx3, tensors = self._arguments(prompts_BxP, draw_ids_Bx3, rules)
+        tokens_BxP, draw_ids_Bx3 = (np.pad(x, ((0, more), (0, 0))) for x in (prompts.tokens_QxP, prompts.draw_ids_Bx3))
+        prompt_lengths_B = np.pad(prompts.lengths_Q, (0, more), constant_values=1)
+        program, tensors = self._arguments(PromptRows(tokens_BxP, prompt_lengths_B, draw_ids_Bx3), rules)
         limits_B = np.array(_limits(program, prompt_lengths_B, tensors))
         limits_B[len(responses) :] = 1  # the added rows count as full from the start
-        loop = _begin(program, params, prompts_BxP, prompt_lengths_B, limits_B)
+        loop = _begin(program, params, tokens_BxP, prompt_lengths_B, limits_B)
         done_B = np.array(loop.done_B)
         while not done_B.all():
             loop = _continue(program, params, loop, draw_ids_Bx3, limits_B, tensors, np.int32(piece_tokens))
@@ -226,14 +229,13 @@ class Sampler:
             yield responses
             loop = loop._replace(done_B=jax.device_put(done_B, loop.done_B.sharding))
 
-    def _arguments(
-        self, prompts_QxP: np.ndarray | jax.Array, draw_ids_Bx3: np.ndarray, rules: SamplingRules
-    ) -> tuple[_Program, np.ndarray, _Rules]:
-        """Returns the program of the rules, and its last two arguments."""
-        if prompts_QxP.shape[1] != self._prompt_length:
-            raise ValueError(f"prompts of {prompts_QxP.shape[1]} slots, made for {self._prompt_length}")
-        if len(draw_ids_Bx3) % len(prompts_QxP):
-            raise ValueError(f"{len(draw_ids_Bx3)} responses to {len(prompts_QxP)} prompts: as many to each")
+    def _arguments(self, prompts: PromptRows, rules: SamplingRules) -> tuple[_Program, _Rules]:
+        """Returns the program of the rules, and the rules as its last argument."""
+        num_prompts, slots = prompts.tokens_QxP.shape
+        if slots != self._prompt_length:
+            raise ValueError(f"prompts of {slots} slots, made for {self._prompt_length}")
+        if len(prompts.draw_ids_Bx3) % num_prompts:
+            raise ValueError(f"{len(prompts.draw_ids_Bx3)} responses to {num_prompts} prompts: as many to each")
         vocabulary, limit = len(self._drawable_V), rules.max_new_tokens
         ends_V = np.isin(np.arange(vocabulary), [i for i in (self._tokenizer_end, *rules.end_ids) if i is not None])
         program = self._program._replace(truncates=rules.top_k > 0 or rules.nucleus_p < 1)
@@ -246,7 +248,7 @@ class Sampler:
             self._drawable_V | ends_V,
             ends_V,
         ]
-        return program, np.asarray(draw_ids_Bx3, np.uint32), _Rules(*arguments)
+        return program, _Rules(*arguments)
 
 
 class Samplers:
@@ -280,15 +282,9 @@ def _power_of_two(least: int) -> int:
     return 1 << (least - 1).bit_length()
 
 
-def _responses(
-    program: _Program,
-    params: State,
-    prompts_QxP: jax.Array,
-    prompt_lengths_Q: jax.Array,
-    draw_ids_Bx3: jax.Array,
-    rules: _Rules,
-) -> Responses:
+def _responses(program: _Program, params: State, prompts: PromptRows, rules: _Rules) -> Responses:
     """Returns whole responses: one prefill, then a loop that ends with the longest response."""
+    prompts_QxP, prompt_lengths_Q, draw_ids_Bx3 = map(jnp.asarray, prompts)
     decoder = _gathered(nnx.merge(program.graphdef, params))
     rows, length = draw_ids_Bx3.shape[0], program.length
     group = rows // prompts_QxP.shape[0]

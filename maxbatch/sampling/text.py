@@ -53,11 +53,8 @@ def generate_text(
     window = 0
     while len(ids) < full:
         seen = ids if len(ids) < length else ids[-half:]
-        prompt_1xP = np.full((1, prompt_length), tokenizer.pad_id, np.int32)
-        prompt_1xP[0, : len(seen)] = seen
-        lengths_1, draw_ids_1x3 = np.array([len(seen)], np.int32), np.array([[window, 0, 0]], np.uint32)
         rest = dataclasses.replace(rules, max_new_tokens=full - len(ids))
-        found = jax.device_get(sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, rest))
+        found = jax.device_get(sampler(params, sampler.rows([seen], [(window, 0, 0)]), rest))
         response_slots = slice(len(seen), found.lengths_B[0])
         response = found.tokens_BxL[0, response_slots].tolist()
         if not np.isfinite(found.logprobs_BxL[0, response_slots]).any():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import jax
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -72,15 +71,14 @@ def test_the_oldest_turns_make_room_and_the_message_of_the_system_stays(tokenize
 def test_the_pieces_of_a_response_are_the_response() -> None:
     params = nnx.state(Decoder(CONFIG.decoder, rngs=nnx.Rngs(params=0)), nnx.Param)
     sampler = Sampler(CONFIG.decoder, ByteTokenizer(), None, prompt_length=4, rescores=False)
-    lengths_1, draws_1x3 = np.array([3], np.int32), np.array([[5, 0, 1]], np.uint32)
-    prompt_1xP = np.array([[97, 98, 99, 0]], np.int32)
+    rows = sampler.rows([[97, 98, 99]], [(5, 0, 1)])
     for most in (1, 9, 100):
         rules = SamplingRules(1.0, top_k=7, seed=3, max_new_tokens=most)
-        growing = sampler.growing(params, prompt_1xP, lengths_1, draws_1x3, rules, piece_tokens=4)
+        growing = sampler.growing(params, rows, rules, piece_tokens=4)
         *before, last = ([*response] for (response,) in growing)
-        whole = jax.device_get(sampler(params, prompt_1xP, lengths_1, draws_1x3, rules))
+        whole = jax.device_get(sampler(params, rows, rules))
         assert last == whole.tokens_BxL[0, 3 : whole.lengths_B[0]].tolist()
         assert before == [last[:read] for read in range(0, len(last), 4)]
     broken = jax.tree.map(lambda x: x.at[...].set(float("nan")), params)
     with pytest.raises(TrainingError, match="gives no token a finite log-probability"):
-        list(sampler.growing(broken, prompt_1xP, lengths_1, draws_1x3, rules, piece_tokens=4))
+        list(sampler.growing(broken, rows, rules, piece_tokens=4))

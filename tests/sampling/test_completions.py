@@ -33,10 +33,7 @@ def test_rows_in_one_pass_and_devices_change_no_completion_and_a_stop_cuts_it() 
     stop = texts[3][2:4]
     assert complete(prompts, RULES, ("not there", stop)) == [text.split(stop)[0] for text in texts]
 
-    prompt_1xL = np.zeros((1, LENGTH), np.int32)
     kept = prompts[2][-(LENGTH - 20) :]  # room for the completion
-    prompt_1xL[0, : len(kept)] = kept
     sampler = Sampler(config.decoder, TOKENIZER, None, prompt_length=LENGTH)
-    lengths_1, draw_ids_1x3 = np.array([len(kept)], np.int32), np.array([[2, 0, 0]], np.uint32)
-    alone = jax.device_get(sampler(params, prompt_1xL, lengths_1, draw_ids_1x3, RULES))
+    alone = jax.device_get(sampler(params, sampler.rows([kept], [(2, 0, 0)]), RULES))
     assert texts[2] == TOKENIZER.decode(alone.tokens_BxL[0, len(kept) : alone.lengths_B[0]])

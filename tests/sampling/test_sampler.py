@@ -19,7 +19,7 @@ from maxbatch.data.store.tokenizers import ByteTokenizer
 from maxbatch.model.decoder import Decoder
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.sampling import sampler
-from maxbatch.sampling.sampler import Responses, Sampler, SamplingRules, keep_likeliest
+from maxbatch.sampling.sampler import PromptRows, Responses, Sampler, SamplingRules, keep_likeliest
 from maxbatch.training.update.state import abstract_state, init_state
 from tests.helpers.collectives import collectives
 from tests.helpers.tiny import LENGTH, tiny_config
@@ -53,7 +53,7 @@ def respond(config: Config, params: nnx.State, *inputs: Any, **options: Any) -> 
     named = {field.name: options.pop(field.name) for field in fields(SamplingRules) if field.name in options}
     rules = SamplingRules(**{"temperature": 1.0, **named})
     options = {"tokenizer": TOKENIZER, "mesh": None, "prompt_length": P} | options
-    return jax.device_get(Sampler(config.decoder, **options)(params, *(inputs or prompts()), rules))
+    return jax.device_get(Sampler(config.decoder, **options)(params, PromptRows(*(inputs or prompts())), rules))
 
 
 def tokens_that_count(responses: Responses) -> np.ndarray:
@@ -200,9 +200,10 @@ def test_devices_that_share_rows_tell_each_other_of_a_token_only_whether_to_go_o
     config = tiny_config("ici_data_parallelism=2", "ici_fsdp_parallelism=2")
     mesh = make_mesh(config, jax.devices()[:4])
     monkeypatch.setattr(sampler, "jit_responses", sampler.jit_responses.lower)
-    inputs = np.zeros((8, P), np.int32), np.ones(8, np.int32), np.zeros((8, 3), np.uint32)
     sampled = Sampler(config.decoder, TOKENIZER, mesh, prompt_length=P)
-    lowered: Any = sampled(abstract_state(config.update, mesh).params, *inputs, SamplingRules())
+    lowered: Any = sampled(
+        abstract_state(config.update, mesh).params, sampled.rows([[0]] * 8, np.zeros((8, 3))), SamplingRules()
+    )
     found = collectives(lowered.compile().as_text(), dict(mesh.shape), trips=2)
     every_token = [c for c in found if c.times > 1]
     weights = [c for c in found if c.times == 1]

@@ -73,9 +73,8 @@ class Answers:
         self.questions, self.tokenizer, self.prompts = questions, tokenizer, chat_prompts(tokenizer)
         end_ids += self.prompts.end_ids if self.prompts else ()
         self._rules = SamplingRules(0.0, max_new_tokens=_MOST_TOKENS, end_ids=end_ids)
-        self._length = config.max_target_length
         config = config.replaced({"scan_layers": True})
-        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=self._length, rescores=False)
+        self._sampler = Sampler(config, tokenizer, mesh, prompt_length=config.max_target_length, rescores=False)
         self._compiled: Future[jax.stages.Compiled] | None = None
 
     def compile(self, abstract_params: State, background: Background, make: MakeExecutable) -> None:
@@ -93,11 +92,9 @@ class Answers:
 
     def to(self, question: Question, params: State) -> Answer:
         begin = len(question.prompt)
-        prompt_1xP = np.full((1, self._length), self.tokenizer.pad_id, np.int32)
-        prompt_1xP[0, :begin] = question.prompt
         self._sampler.executable = self._compiled.result() if self._compiled else None
-        lengths_1, draw_ids_1x3 = np.array([begin], np.int32), np.zeros((1, 3), np.uint32)
-        found = jax.device_get(self._sampler(params, prompt_1xP, lengths_1, draw_ids_1x3, self._rules))
+        rows = self._sampler.rows([question.prompt], [(0, 0, 0)])
+        found = jax.device_get(self._sampler(params, rows, self._rules))
         drawn = slice(begin, int(found.lengths_B[0]))
         if not np.isfinite(found.logprobs_BxL[0, drawn]).all():
             raise TrainingError("the model gives no token a finite log-probability; its parameters are not finite")
