@@ -102,12 +102,6 @@ def eight_bit_einsum(x: jax.Array, w: jax.Array, form: str, quantization: Quanti
     return _product(quantised(x, _summed(form)[0], to), w, form, to).astype(x.dtype)
 
 
-def _forward(
-    x: jax.Array, w: jax.Array, form: str, quantization: Quantization
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return eight_bit_einsum(x, w, form, quantization), (x, w)
-
-
 def _backward(
     form: str, quantization: Quantization, kept: tuple[jax.Array, jax.Array], grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -115,7 +109,7 @@ def _backward(
     return _gradients(x, w, grad, largest_magnitude(grad, _summed(_by_x(form))[0]), form, quantization)
 
 
-eight_bit_einsum.defvjp(_forward, _backward)
+eight_bit_einsum.defvjp(lambda x, w, *how: (eight_bit_einsum(x, w, *how), (x, w)), _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(3, 4))
@@ -135,12 +129,6 @@ def eight_bit_pair(
 _Arrays = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _pair_forward(
-    x: jax.Array, first: jax.Array, second: jax.Array, form: str, quantization: Quantization
-) -> tuple[tuple[jax.Array, jax.Array], _Arrays]:
-    return eight_bit_pair(x, first, second, form, quantization), (x, first, second)
-
-
 def _pair_backward(form: str, quantization: Quantization, kept: _Arrays, grads: tuple[jax.Array, jax.Array]) -> _Arrays:
     x, *weights = kept
     contraction, _ = _summed(_by_x(form))
@@ -152,7 +140,7 @@ def _pair_backward(form: str, quantization: Quantization, kept: _Arrays, grads: 
     return x_1 + x_2, first, second
 
 
-eight_bit_pair.defvjp(_pair_forward, _pair_backward)
+eight_bit_pair.defvjp(lambda *of: (eight_bit_pair(*of), of[:3]), _pair_backward)
 
 
 def _gradients(
@@ -257,10 +245,6 @@ def _grouped(x_nxD: jax.Array, w: CodedMatrices, sizes_E: jax.Array, way: _Way) 
 _Kept = tuple[jax.Array, Codes, jax.Array]
 
 
-def _grouped_forward(x_nxD: jax.Array, w: CodedMatrices, sizes_E: jax.Array, way: _Way) -> tuple[jax.Array, _Kept]:
-    return _grouped(x_nxD, w, sizes_E, way), (x_nxD, w.codes.along_outputs, sizes_E)
-
-
 def _grouped_backward(way: _Way, kept: _Kept, grad_nxF: jax.Array) -> tuple[jax.Array, CodedMatrices, None]:
     x_nxD, w8, sizes_E = kept
     grad8 = quantised(grad_nxF, [1], _GRADIENT[way.quantization], way.outputs_over)
@@ -269,7 +253,10 @@ def _grouped_backward(way: _Way, kept: _Kept, grad_nxF: jax.Array) -> tuple[jax.
     return grad_x_nxD, grad_w, None
 
 
-_grouped.defvjp(_grouped_forward, _grouped_backward)
+_grouped.defvjp(
+    lambda x_nxD, w, sizes_E, way: (_grouped(x_nxD, w, sizes_E, way), (x_nxD, w.codes.along_outputs, sizes_E)),
+    _grouped_backward,
+)
 
 
 def _of_groups(x8: Codes, w8: Codes, sizes_E: jax.Array, platform: str, is_transposed: bool) -> jax.Array:

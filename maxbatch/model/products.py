@@ -147,16 +147,12 @@ def _together(first: jax.Array, second: jax.Array) -> tuple[jax.Array, jax.Array
     return first, second
 
 
-def _together_forward(first: jax.Array, second: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
-    return (first, second), None
-
-
 def _together_backward(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
     first, second = jax.lax.optimization_barrier(tuple(gradients))
     return first, second
 
 
-_together.defvjp(_together_forward, _together_backward)
+_together.defvjp(lambda first, second: ((first, second), None), _together_backward)
 
 
 def quarter_turn(x_MxLxHxh: jax.Array) -> jax.Array:

@@ -24,7 +24,7 @@ from maxbatch.parallel.deaths import LastSaved
 from maxbatch.parallel.heartbeats import Heartbeats, backstop_of, leave
 from maxbatch.parallel.jax_internals import coordination
 from maxbatch.system import warning
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, one_line
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -160,7 +160,7 @@ def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, l
             heartbeats.wait_for_report()  # perhaps another host has failed or died, whose report ends this process
         heartbeats.own_report()
         code = report(error)
-        heartbeats.fail(" ".join(str(error).split())[:2000] or type(error).__name__, code)
+        heartbeats.fail(one_line(error, 2000), code)
         leave(code, is_first())
     heartbeats.close()
 

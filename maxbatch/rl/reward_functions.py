@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from maxbatch.config.user_function import import_function
+from maxbatch.system.errors import one_line
 
 _LONGEST_PROBLEM = 400
 
@@ -51,21 +52,17 @@ def _score(function: RewardFunction, question: ResponseToScore) -> float:
         problem = f"{name} raised MemoryError: a reward worker may use {most:.3g} GB of memory"
     except BaseException as error:
         problem = f"{name} raised {type(error).__name__}: {error}"
-    raise RewardError(_in_one_line(problem))
+    raise RewardError(one_line(problem, _LONGEST_PROBLEM))
 
 
 def _import_function(spec: str) -> RewardFunction:
     try:
         function: RewardFunction = import_function(spec)
     except ImportError as error:
-        raise ImportError(_in_one_line(str(error))) from error
+        raise ImportError(one_line(error, _LONGEST_PROBLEM)) from error
     with contextlib.suppress(ValueError):  # functions in C may lack a signature
         try:
             inspect.signature(function).bind("prompt", "response", {})
         except TypeError as error:
             raise ImportError(f"{spec.rpartition(':')[2]} must take (prompt, response, record) ({error})") from error
     return function
-
-
-def _in_one_line(text: str) -> str:
-    return " ".join(text.split())[:_LONGEST_PROBLEM]

@@ -42,8 +42,7 @@ from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.sessions import TimePart
 from maxbatch.system.folding import counted
 from maxbatch.training.agreement import check_same_start
-from maxbatch.training.compile.background import compile_here
-from maxbatch.training.compile.flags import flags_in_force, program_options, state_flags
+from maxbatch.training.compile.flags import flags_in_force, state_flags
 from maxbatch.training.session import Outcome, RunContext, Session
 from maxbatch.training.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data, model_of
 from maxbatch.training.update.state import TrainState, init_opt_state
@@ -189,8 +188,7 @@ class PlannedPolicy:
         return self.workshop.learner.abstract
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
-        context = self.opened.context
-        return compile_here(name, lower, program_options(context.config.libtpu_flags, context.devices))
+        return self.opened.context.executable(name, lower)
 
     def build(self, start: Start) -> BuiltPolicy:
         opened, config = self.opened, self.opened.context.config

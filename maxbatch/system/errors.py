@@ -105,7 +105,12 @@ def writing(path: object, remedy: str = "give another place") -> Iterator[None]:
 
 def reason(error: Exception) -> str:
     """Returns the system's message for an error, or else the error's own, on one line."""
-    return " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+    return one_line(getattr(error, "strerror", None) or error)
+
+
+def one_line(error: object, most: int | None = None) -> str:
+    """Returns an error's message on one line of at most so many characters; its type if it has none."""
+    return " ".join(str(error).split())[:most] or type(error).__name__
 
 
 def is_interruption(error: BaseException) -> bool:

@@ -45,8 +45,7 @@ from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted, folded_command
 from maxbatch.training.agreement import check_same_start
-from maxbatch.training.compile.background import compile_here
-from maxbatch.training.compile.flags import flags_in_force, program_options, state_flags
+from maxbatch.training.compile.flags import flags_in_force, state_flags
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator, num_evaluated
@@ -281,8 +280,7 @@ class PlannedPretraining:
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if self.saved is not None and name in self.saved:
             return self.saved.load(name, lower)
-        context = self.opened.context
-        return compile_here(name, lower, program_options(context.config.libtpu_flags, context.devices))
+        return self.opened.context.executable(name, lower)
 
     def build(self, start: Start) -> BuiltPretraining:
         opened, config = self.opened, self.opened.context.config

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Generic, NamedTuple
@@ -45,8 +45,9 @@ from maxbatch.system.errors import (
 from maxbatch.system.folding import counted, folded
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.training.agreement import share_folder
-from maxbatch.training.compile.background import Background
+from maxbatch.training.compile.background import Background, compile_here
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
+from maxbatch.training.compile.flags import program_options
 from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
 from maxbatch.training.record.profiling import Profiler
@@ -125,6 +126,10 @@ class RunContext:
         self.sessions = stack.enter_context(log)
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
+
+    def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
+        """Compiles a program for the devices, with the compiler's flags of the config."""
+        return compile_here(name, lower, program_options(self.config.libtpu_flags, self.devices))
 
     @property
     def source(self) -> tuple[str, str]:

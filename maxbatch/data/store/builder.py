@@ -13,6 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -166,7 +167,7 @@ class _Total:
 
 def _write_files(folder: Path, build: Build, finished: Iterable[Shard], keep: KeepShard | None) -> Manifest:
     """Writes the shards after those that are finished, and the files beside them; returns the manifest."""
-    with GrowingTable(folder / OFFSETS) as table, GrowingHashes(folder) as hashes:
+    with closing(GrowingTable(folder / OFFSETS)) as table, closing(GrowingHashes(folder)) as hashes:
         return _written(folder, build, finished, keep, table, hashes)
 
 

@@ -12,7 +12,7 @@ import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, Self
+from typing import BinaryIO
 
 import numpy as np
 
@@ -33,7 +33,7 @@ class GrowingTable:
 
     def __init__(self, path: Path) -> None:
         self.documents = self.tokens = 0
-        self._file: BinaryIO = open(path, "w+b")  # noqa: SIM115  closed by __exit__
+        self._file: BinaryIO = open(path, "w+b")  # noqa: SIM115  closed by close
         self._file.write(bytes(_HEADER_BYTES + 8))
 
     def append(self, lengths: np.ndarray) -> None:
@@ -58,10 +58,7 @@ class GrowingTable:
         self._file.seek(0)
         return iter(lambda: self._file.read(_CHUNK_BYTES), b"")
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._file.close()
 
 
@@ -69,7 +66,7 @@ class GrowingHashes:
     """The hashes of the blocks of a store's files, in the order of the files."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  closed by __exit__
+        self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115  closed by close
         self.num_blocks = 0
 
     def append(self, hashes: np.ndarray) -> None:
@@ -96,8 +93,5 @@ class GrowingHashes:
             file.flush()
             os.fsync(file.fileno())
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
+    def close(self) -> None:
         self._file.close()

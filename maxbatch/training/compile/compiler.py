@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from maxbatch.system.errors import one_line
 from maxbatch.system.warning import warn_once
 from maxbatch.training.compile.flags import VARIABLE, named_flags
 
@@ -122,5 +123,5 @@ def _drop_refused(options: dict[str, str | bool], error: Exception) -> None:
     refused = named_flags(str(error), options) or list(options)
     for name in refused:
         del options[name]
-    reason = " ".join(str(error).split())[:200]
+    reason = one_line(error, 200)
     warn_once(f"the compiler fails on a program with --{', --'.join(refused)} ({reason}); compiling it again without")

@@ -24,7 +24,7 @@ from maxbatch.plan.rampup import Stage
 from maxbatch.system.atomic_files import write_atomically, writing_folder
 from maxbatch.system.bounded import RefusedContent, read_bytes, read_json
 from maxbatch.system.cpu_devices import cpu_features
-from maxbatch.system.errors import ConfigError, reading, writing
+from maxbatch.system.errors import ConfigError, one_line, reading, writing
 from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts, machine_name
@@ -199,5 +199,5 @@ class SavedPrograms:
         try:
             return load_executable(content, lower(), self._mesh)
         except jax.errors.JaxRuntimeError as error:
-            reason = shown(" ".join(str(error).split()))
+            reason = shown(one_line(error))
             raise ConfigError(f"{path}: is not an executable for these devices ({reason}); compile again") from error

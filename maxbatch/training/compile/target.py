@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from maxbatch.plan.survival import Machine
 from maxbatch.system.chips import TPUS, Chip, chip_of
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import ConfigError, TrainingError, one_line
 from maxbatch.system.stopping import keep_signals
 from maxbatch.training.compile.topology import Slice, parse_slice
 
@@ -146,7 +146,7 @@ def _slice_devices(sold: Slice, num_slices: int) -> tuple[jax.Device, ...]:
     try:
         description = topologies.get_topology_desc(str(sold), "tpu", num_slices=num_slices, **sold.options)
     except (jax.errors.JaxRuntimeError, RuntimeError) as error:
-        message = " ".join(str(error).split())[:300]
+        message = one_line(error, 300)
         if "INVALID_ARGUMENT" in message:
             raise ConfigError(f"--topology {sold}: the TPU compiler refuses it ({message})") from error
         raise TrainingError(f"the TPU compiler cannot be loaded: {message}") from error

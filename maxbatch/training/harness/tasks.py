@@ -17,7 +17,7 @@ from jax.errors import JaxRuntimeError
 
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.data.store.chat_prompts import ChatPrompts
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import ConfigError, TrainingError, one_line
 from maxbatch.training.harness.task_files import check_task_files
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class Tasks:
             except (ConfigError, TrainingError, JaxRuntimeError):
                 raise
             except Exception as error:  # in a task's templates or code
-                raise ConfigError(f"{self._stated}: cannot be scored: {_in_words(error)}") from error
+                raise ConfigError(f"{self._stated}: cannot be scored: {one_line(error, _LONGEST_PROBLEM)}") from error
         assert found is not None, "there is one process"
         return {name: _plain(found[name]) for name in _TABLES if name in found}
 
@@ -160,7 +160,9 @@ def load_tasks(
     try:
         loaded: dict[str, Any] = manager.load(wanted)
     except Exception as error:  # in a dataset, its network, a task's file or its code
-        raise ConfigError(f"{option}{shown(','.join(names))}: cannot be loaded: {_in_words(error)}") from error
+        raise ConfigError(
+            f"{option}{shown(','.join(names))}: cannot be loaded: {one_line(error, _LONGEST_PROBLEM)}"
+        ) from error
     for name, task in loaded["tasks"].items():
         for is_so, reason in (
             (getattr(task, "UNSAFE_CODE", False), "runs code that the model writes"),
@@ -174,10 +176,6 @@ def load_tasks(
             task.set_config(key="num_fewshot", value=num_fewshot or 0)
         task.set_fewshot_seed(seed=_OTHER_SEED)
     return loaded
-
-
-def _in_words(error: Exception) -> str:
-    return " ".join(str(error).split())[:_LONGEST_PROBLEM] or type(error).__name__
 
 
 def _is_place(name: str) -> bool:

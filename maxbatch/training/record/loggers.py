@@ -23,7 +23,7 @@ from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics import Record
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, one_line
 from maxbatch.system.storage import is_remote
 from maxbatch.training.record.recorder import Output
 
@@ -31,6 +31,7 @@ IDS_FILE = "trackers.json"
 _FLUSH_S = 10.0
 _MOST_IN_A_CALL = 100  # MLflow's limit per call of parameters or, in tens, metrics
 _BEGIN_S, _END_S = 120.0, 30.0  # time limits to begin and to end a tracked run
+_LONGEST_PROBLEM = 160
 _MOST_WAITING = 10_000  # waiting calls, each with a record
 
 
@@ -82,14 +83,9 @@ def _begun(name: str, log_to: str, run: TrackedRun, run_id: str | None, worker: 
     if worker.error is None and is_idle:
         return begun[0]
     # The service has no such user, no network, or a wrong address.
-    said = shown_error(worker.error) if worker.error else f"no answer within {_BEGIN_S:g} s"
+    said = one_line(worker.error, _LONGEST_PROBLEM) if worker.error else f"no answer within {_BEGIN_S:g} s"
     works = {"wandb": "WANDB_MODE=offline, or `wandb login`", "mlflow": "MLFLOW_TRACKING_URI=file:mlruns"}
     raise ConfigError(f"log_to={log_to}: {name} cannot be used ({said}); works: {works[name]}")
-
-
-def shown_error(error: BaseException) -> str:
-    """Returns the message of a tracker's error, shortened to one line."""
-    return " ".join(str(error).split())[:160] or type(error).__name__
 
 
 def _stated(log_to: str) -> list[str]:
@@ -180,7 +176,7 @@ class Guarded(Output):
 
     def _check(self) -> None:
         if self._worker.error is not None:
-            self._leave_out(f"failed ({shown_error(self._worker.error)})")
+            self._leave_out(f"failed ({one_line(self._worker.error, _LONGEST_PROBLEM)})")
 
     def _leave_out(self, why: str) -> None:
         if not self._is_left_out:

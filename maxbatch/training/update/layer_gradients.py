@@ -78,10 +78,6 @@ def _tie(parameters: State, sums: Tree, index: jax.Array) -> tuple[State, Tree]:
     return parameters, sums
 
 
-def _tie_forward(parameters: State, sums: Tree, index: jax.Array) -> tuple[tuple[State, Tree], jax.Array]:
-    return (parameters, sums), index
-
-
 def _tie_backward(index: jax.Array, gradients: tuple[Tree, Tree]) -> tuple[None, Tree, None]:
     def add(summed: jax.Array, gradient: jax.Array) -> jax.Array:
         before = jax.lax.dynamic_index_in_dim(summed, index, keepdims=False)
@@ -94,7 +90,7 @@ def _tie_backward(index: jax.Array, gradients: tuple[Tree, Tree]) -> tuple[None,
     return None, jax.tree.map(add, sums, of_layer), None
 
 
-_tie.defvjp(_tie_forward, _tie_backward)
+_tie.defvjp(lambda parameters, sums, index: ((parameters, sums), index), _tie_backward)
 
 
 @jax.custom_vjp

@@ -22,7 +22,7 @@ from maxbatch.parallel.hosts import report_to_first
 from maxbatch.parallel.trees import Tree
 from maxbatch.runs.position import COMMITTED_FILE, is_committed
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, LeaseLost, TrainingError, writing
+from maxbatch.system.errors import ConfigError, LeaseLost, TrainingError, one_line, writing
 from maxbatch.system.fences import BUILDING, ask
 from maxbatch.system.storage import AnyPath, is_remote, move_tree, remove_tree, subfolders
 from maxbatch.training.weights.shard_files import INDEX, Files, index_of, write_blocks
@@ -110,8 +110,7 @@ class Save:
     def _failure(self) -> Failure | None:
         if self._error is None:
             return None
-        message = " ".join(str(self._error).split()) or type(self._error).__name__
-        return jax.process_index(), message, isinstance(self._error, ConfigError)
+        return jax.process_index(), one_line(self._error), isinstance(self._error, ConfigError)
 
     def _write_blocks(self) -> dict[str, Files]:
         name = f"{self._token}-{jax.process_index()}"

@@ -15,7 +15,7 @@ import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import ml_dtypes  # noqa: F401  registers bfloat16 with numpy
 import numpy as np
@@ -36,6 +36,7 @@ _MOST_INDEX, _MOST_VALUES = 4 << 30, 300_000_000
 _ONLY_FILE = "blocks.bin"  # of local checkpoints made before indices named their files
 DAMAGED = (errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)  # a file is missing or of another kind
 
+K = TypeVar("K")
 Spans = tuple[tuple[int, int], ...]
 Files = dict[str, list[tuple[str, int, int]]]  # by data file: name, offset and CRC-32 of its blocks
 OTHER_ARRAYS = "its arrays are those of another model or optimizer"
@@ -132,7 +133,8 @@ def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -
       OSError, ConfigError, TrainingError: a write failed; files may be left.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    files = {f"{name}-{number}.bin": group for number, group in enumerate(_filled(blocks))}
+    sizes = {name: block.nbytes for name, block in blocks.items()}
+    files = {f"{name}-{number}.bin": group for number, group in enumerate(in_groups(sizes, _MOST_FILE))}
 
     def write(file: str) -> list[tuple[str, int, int]]:
         contents = [bytes_of(blocks[block]).data for block in files[file]]
@@ -143,14 +145,15 @@ def write_blocks(folder: AnyPath, name: str, blocks: Mapping[str, np.ndarray]) -
     return dict(zip(files, in_threads(write, files, THREADS), strict=True))
 
 
-def _filled(blocks: Mapping[str, np.ndarray]) -> Iterator[list[str]]:
-    group, size = list[str](), 0
-    for name, block in blocks.items():
-        if group and size + block.nbytes > _MOST_FILE:
+def in_groups(sizes: Mapping[K, int], most: int) -> Iterator[list[K]]:
+    """Yields the keys in order, in groups of at most `most` bytes, or of a single larger one."""
+    group, total = list[K](), 0
+    for key, size in sizes.items():
+        if group and total + size > most:
             yield group
-            group, size = [], 0
-        group.append(name)
-        size += block.nbytes
+            group, total = [], 0
+        group.append(key)
+        total += size
     if group:
         yield group
 

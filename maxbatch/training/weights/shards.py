@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import jax
@@ -25,6 +25,7 @@ from maxbatch.training.weights.shard_files import (
     Spans,
     block_of,
     cut,
+    in_groups,
     missing_array,
     read_blocks,
     read_index,
@@ -111,7 +112,9 @@ def read_item(item: AnyPath, abstract: TreeOf, partial: bool = False) -> TreeOf:
     leaves, tree = jax.tree.flatten(abstract)
     made: list[jax.Array] = []
     targets = [targets_here(leaf) for leaf in leaves]
-    for group in _groups(leaves, targets):
+    sizes = [sum(math.prod(sides(part)) for part in parts) for parts in targets]
+    num_bytes = {number: size * leaves[number].dtype.itemsize for number, size in enumerate(sizes)}
+    for group in in_groups(num_bytes, _MOST_AT_A_TIME):
         there = {number: blocks[numbers[forms[number]]] for number in group}
         wanted = [
             name
@@ -146,20 +149,6 @@ def read_together(read: Callable[[], T], checkpoint: AnyPath) -> tuple[T | None,
         damage = str(error)
     damage = next(filter(None, gather(damage)), None)
     return (None, damage) if damage else (found, None)
-
-
-def _groups(leaves: Sequence[jax.ShapeDtypeStruct], targets: Sequence[set[Spans]]) -> Iterator[list[int]]:
-    """Yields the numbers of neighbouring arrays that are read together."""
-    group, size = list[int](), 0
-    for number, (leaf, parts) in enumerate(zip(leaves, targets, strict=True)):
-        num_bytes = sum(math.prod(sides(part)) for part in parts) * leaf.dtype.itemsize
-        if group and size + num_bytes > _MOST_AT_A_TIME:
-            yield group
-            group, size = [], 0
-        group.append(number)
-        size += num_bytes
-    if group:
-        yield group
 
 
 def common(one: Spans, other: Spans) -> Spans | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import tracemalloc
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -42,7 +43,7 @@ def stream_of(store: TokenStore, *overrides: str) -> Stream:
 @pytest.mark.parametrize("count", [0, 1, 9, 10, 100_000])
 def test_a_table_that_grew_has_the_bytes_that_numpy_writes(tmp_path: Path, count: int) -> None:
     lengths = np.arange(count) % 7
-    with GrowingTable(tmp_path / "offsets.npy") as table, GrowingHashes(tmp_path) as hashes:
+    with closing(GrowingTable(tmp_path / "offsets.npy")) as table, closing(GrowingHashes(tmp_path)) as hashes:
         for begin in range(0, count, 1000):
             table.append(lengths[begin : begin + 1000])
         table.finish()
