@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from absl import flags
@@ -19,61 +19,8 @@ from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices
 from maxbatch.system.child_process import end_with_parent, holding_interrupts, leave_signals_to_parent
 
-T = TypeVar("T")
-T_co = TypeVar("T_co", covariant=True)
-
 _THREADS = 8
 _WINDOW = 16  # intervals for measuring the pace
-
-
-class Blocks(Protocol[T_co]):
-    """Elements by index; reading one may take long."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> T_co: ...
-
-
-class ReadAheadByTime(Generic[T]):
-    """An iterator over elements in order, which reads ahead enough to bridge a stall of `seconds`.
-
-    Args:
-      seconds: time covered by elements read ahead, at the recent pace of training.
-    """
-
-    def __init__(self, blocks: Blocks[T], seconds: float, least: int, most: int) -> None:
-        self._blocks, self._seconds, self._least, self._most = blocks, seconds, least, max(least, most)
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="maxbatch-ahead")
-        self._reading: deque[Future[T]] = deque()
-        self._next = 0  # next element to read
-        self._intervals: deque[float] = deque(maxlen=_WINDOW)  # seconds of training, without waits here
-        self._returned = time.monotonic()
-
-    def __iter__(self) -> ReadAheadByTime[T]:
-        return self
-
-    def __next__(self) -> T:
-        self._intervals.append(time.monotonic() - self._returned)
-        # Grow by one element at a time; the first elements are taken at once, which gives no pace.
-        wanted = min(self._depth(), max(self._least, len(self._reading) + 2))
-        while len(self._reading) < wanted and self._next < len(self._blocks):
-            self._reading.append(self._pool.submit(self._blocks.__getitem__, self._next))
-            self._next += 1
-        if not self._reading:
-            raise StopIteration
-        found = self._reading.popleft().result()
-        self._returned = time.monotonic()
-        return found
-
-    def _depth(self) -> int:
-        pace = sum(self._intervals) / len(self._intervals)
-        return min(self._most, max(self._least, int(self._seconds / max(pace, 1e-6))))
-
-    def close(self) -> None:
-        """Ends the threads and drops unfinished reads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
-
-
 # Enough tokens to make the cost per element of a Grain pipeline (30 us in threads, more between processes) negligible.
 _BLOCK_TOKENS = 1 << 14
 _MAX_THREADS = 4
@@ -127,6 +74,46 @@ class RowBlocks:
         return self.batch(self.order.indices(first, min(first + self.size, len(self.order))))
 
 
+class ReadAheadByTime:
+    """An iterator over blocks in order, which reads ahead enough to bridge a stall of `seconds`.
+
+    Args:
+      seconds: time covered by blocks read ahead, at the recent pace of training.
+    """
+
+    def __init__(self, blocks: RowBlocks, seconds: float, least: int, most: int) -> None:
+        self._blocks, self._seconds, self._least, self._most = blocks, seconds, least, max(least, most)
+        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="maxbatch-ahead")
+        self._reading: deque[Future[RowArrays]] = deque()
+        self._next = 0  # next block to read
+        self._intervals: deque[float] = deque(maxlen=_WINDOW)  # seconds of training, without waits here
+        self._returned = time.monotonic()
+
+    def __iter__(self) -> ReadAheadByTime:
+        return self
+
+    def __next__(self) -> RowArrays:
+        self._intervals.append(time.monotonic() - self._returned)
+        # Grow by one block at a time; the first blocks are taken at once, which gives no pace.
+        wanted = min(self._depth(), max(self._least, len(self._reading) + 2))
+        while len(self._reading) < wanted and self._next < len(self._blocks):
+            self._reading.append(self._pool.submit(self._blocks.__getitem__, self._next))
+            self._next += 1
+        if not self._reading:
+            raise StopIteration
+        found = self._reading.popleft().result()
+        self._returned = time.monotonic()
+        return found
+
+    def _depth(self) -> int:
+        pace = sum(self._intervals) / len(self._intervals)
+        return min(self._most, max(self._least, int(self._seconds / max(pace, 1e-6))))
+
+    def close(self) -> None:
+        """Ends the threads and drops unfinished reads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
 class ReadAhead(NamedTuple):
     """Settings of reading ahead; they do not affect the samples."""
 
@@ -149,7 +136,7 @@ class Reader:
         self._prefetch_blocks = -(-ahead.rows // size)
         self._seconds = ahead.seconds
         self._most_blocks = _AHEAD_BYTES // (size * row_length * _SLOT_BYTES)
-        self._iterator: grain.DatasetIterator[RowArrays] | ReadAheadByTime[RowArrays] | None = None
+        self._iterator: grain.DatasetIterator[RowArrays] | ReadAheadByTime | None = None
         self._rest: RowArrays | None = None
         self._closed = False
         self.position = 0  # samples returned so far: the place of the next one in the order
@@ -201,7 +188,7 @@ class Reader:
                 return next(self._iterator)
         return next(self._iterator)
 
-    def _start(self) -> grain.DatasetIterator[RowArrays] | ReadAheadByTime[RowArrays]:
+    def _start(self) -> grain.DatasetIterator[RowArrays] | ReadAheadByTime:
         if self._seconds and not self._worker_count:
             return ReadAheadByTime(self._blocks, self._seconds, self._prefetch_blocks, self._most_blocks)
         blocks = grain.MapDataset.source(self._blocks)
