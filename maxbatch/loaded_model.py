@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from maxbatch.config.config import Config
 from maxbatch.config.loading import override_texts
 from maxbatch.config.rules import check_vocabulary
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown_fields
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.data.store.conversations import Conversations, RecordError
 from maxbatch.data.store.tokenizer import Tokenizer
@@ -229,8 +229,9 @@ class LoadedModel:
             [(ids, trained)] = documents
             return ids, trained.astype(np.float32)
         else:
-            fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
-            raise RecordError(0, f"needs text, tokens, messages, or prompt and completion; its fields: {fields}")
+            raise RecordError(
+                0, f"needs text, tokens, messages, or prompt and completion; its fields: {shown_fields(record)}"
+            )
         return tokens, np.ones(len(tokens), np.float32)
 
     def _ids(self, value: object) -> np.ndarray:

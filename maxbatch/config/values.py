@@ -12,7 +12,7 @@ import operator
 import re
 import string
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fractions import Fraction
 
 from maxbatch.config.paths import data_fault, local_fault, place_fault
@@ -345,6 +345,18 @@ def shown(text: str, most: int = 80) -> str:
     """Returns user input on one line, cut to `most` characters, for messages."""
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def shown_fields(record: Mapping[str, object]) -> str:
+    """Returns the names of a record's first fields, for messages."""
+    return shown(", ".join(map(repr, list(record)[:8])) or "none")
+
+
+def first_of(texts: Sequence[str], most: int, mark: str = ",") -> str:
+    """Returns the first texts with a mark between them, and how many more there are, for messages."""
+    rest = len(texts) - most
+    more = f"{mark.strip(',')} and {rest} more" if rest > 0 else ""
+    return f"{mark} ".join(texts[:most]) + more
 
 
 def shown_path(path: object) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 
 import jax
 
-from maxbatch.config.values import shown
+from maxbatch.config.values import first_of, shown
 from maxbatch.parallel.hosts import gather
 from maxbatch.system.errors import ConfigError
 
@@ -33,8 +33,7 @@ def check_agreed(facts: Facts, remedy: str, where: str = "") -> None:
     if jax.process_count() == 1:
         return
     if len(set(gather(_hash(facts)))) > 1 and (found := differences(gather(dict(facts)))):
-        more = "" if len(found) <= _MOST_NAMED else f"; and {len(found) - _MOST_NAMED} more"
-        raise ConfigError(f"{where}the hosts differ: {'; '.join(found[:_MOST_NAMED])}{more}; {remedy}")
+        raise ConfigError(f"{where}the hosts differ: {first_of(found, _MOST_NAMED, ';')}; {remedy}")
 
 
 def differences(facts: Sequence[Facts]) -> list[str]:
@@ -70,8 +69,7 @@ def _shortened(values: Sequence[str]) -> dict[str, str]:
 def _named(hosts: Sequence[int]) -> str:
     if len(hosts) == 1:
         return f"host {hosts[0]}"
-    more = "" if len(hosts) <= _MOST_HOSTS else f" and {len(hosts) - _MOST_HOSTS} more"
-    return f"hosts {', '.join(map(str, hosts[:_MOST_HOSTS]))}{more}"
+    return f"hosts {first_of([str(host) for host in hosts], _MOST_HOSTS)}"
 
 
 def _hash(facts: Facts) -> str:

@@ -12,7 +12,7 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.config.combined import PlanConfig
-from maxbatch.config.values import Value, exact
+from maxbatch.config.values import Value, exact, first_of
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.mesh_shape import MeshShape, pipeline_microbatches
 from maxbatch.plan.refusal import Refusal, in_words, stated
@@ -138,7 +138,7 @@ def _padded(stage: StatedStage, most_rows: int, unit: MicrobatchUnit) -> SplitSt
 
 def _unheld_ramp(config: PlanConfig, unit: MicrobatchUnit, unheld: Sequence[int]) -> Refusal:
     _, a, c = ramp_numbers(config)
-    named = _named([f"stage {i} ({in_words((a + i * c) * unit.num_devices)})" for i in unheld])
+    named = first_of([f"stage {i} ({in_words((a + i * c) * unit.num_devices)})" for i in unheld], _MOST_NAMED)
     increment = stated(config, "per_device_batch_size_increment")
     micro = f"with {increment} every micro-batch ahead on {unit.num_devices} devices"
     rule = f"{micro} must be divisible by {unit.rows} ({unit}), but {named} cannot"
@@ -200,14 +200,9 @@ def _unheld_batches(
     if isinstance(config.batch.global_batch_size, str):
         batch = tokens_text(fitting[0][1], config.slots_per_sample)
     if config.batch.batch_size_schedule is not None:
-        named = _named([f"stage {i} of {batches[i][1]}" for i in unheld])
+        named = first_of([f"stage {i} of {batches[i][1]}" for i in unheld], _MOST_NAMED)
         rule = f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true"
         key, batch = "batch_size_schedule", stated_schedule(fitting, config.slots_per_sample)
         if seesaw := Seesaw.if_stated(config):
             batch = f"seesaw {fitting[0][1]} {seesaw.factor}"
     return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})
-
-
-def _named(names: Sequence[str]) -> str:
-    rest = len(names) - _MOST_NAMED
-    return ", ".join(names[:_MOST_NAMED]) + (f" and {rest} more" if rest > 0 else "")

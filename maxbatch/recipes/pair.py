@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import AllKeys, DataConfig
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown_fields
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError
 from maxbatch.data.store.conversations import Conversations, Texts, extras_of, messages_of
 from maxbatch.data.stream.recipe import Identity
@@ -54,8 +54,7 @@ def _pair(record: Mapping[str, object]) -> tuple[Conversation | Texts, Conversat
     """Returns the prompt of a record with its chosen answer, and with its rejected one."""
     prompt, chosen, rejected = (record.get(name) for name in _PAIR)
     if chosen is None or rejected is None:
-        held = shown(", ".join(map(repr, list(record)[:8])) or "none")
-        raise ConversationError(f"use_dpo=true needs chosen and rejected; its fields: {held}")
+        raise ConversationError(f"use_dpo=true needs chosen and rejected; its fields: {shown_fields(record)}")
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
         if prompt is None:
             same = sum(1 for _ in _common(chosen, rejected))

@@ -39,7 +39,7 @@ from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
 from maxbatch.config.sections import KEYS, PromptBatchConfig
 from maxbatch.config.unknown import IMPORTED
-from maxbatch.config.values import TEXTS, shown, shown_path, value_text
+from maxbatch.config.values import TEXTS, first_of, shown, shown_path, value_text
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
@@ -201,14 +201,11 @@ def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:
     if not found:
         return
     sys.stdout.flush()
-    said = "; ".join(f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found[:8])
-    rest = f"; and {len(found) - 8} more" if len(found) > 8 else ""
+    said = first_of([f"{shown(fate.word)}={fate.value} ({fate.says})" for fate in found], 8, ";")
     if skip:
-        raise ConfigError(
-            f"not supported, although they state the batch, the length, the data or the model: {said}{rest}"
-        )
+        raise ConfigError(f"not supported, although they state the batch, the length, the data or the model: {said}")
     works = "works: --skip-unsupported, which leaves them out" if not any(f.is_essential for f in found) else ""
-    raise ConfigError(f"not supported: {said}{rest}" + (f"; {works}" if works else ""))
+    raise ConfigError(f"not supported: {said}" + (f"; {works}" if works else ""))
 
 
 def written(translation: Translation, source: str) -> str:

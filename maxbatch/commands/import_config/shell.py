@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from maxbatch.commands.import_config.reading import state, text_of
 from maxbatch.commands.import_config.translation import Stated
-from maxbatch.config.values import shown, shown_path
+from maxbatch.config.values import first_of, shown, shown_path
 from maxbatch.system.errors import ConfigError
 
 # $NAME, ${NAME}, ${NAME:-default}, ${NAME:?message}, ${NAME:+other}; a default may hold others
@@ -92,11 +92,10 @@ def read_command(path: Path, number: int | None = None) -> Command:
     if number is not None and number > len(found):
         raise ConfigError(f"--command {number}: {shown_path(path)} has {len(found)}; works: --command {len(found)}")
     if number is None and any(_of_run(one.arguments) != _of_run(found[0].arguments) for one in found):
-        texts = (shown(" ".join([*one.start, *one.arguments])) for one in commands[:8])
-        named = "; ".join(f"{i}: {text}" for i, text in enumerate(texts, 1))
-        rest = f"; and {len(commands) - 8} more" if len(commands) > 8 else ""
+        texts = (shown(" ".join([*one.start, *one.arguments])) for one in commands)
+        named = first_of([f"{i}: {text}" for i, text in enumerate(texts, 1)], 8, ";")
         rule = f"{len(commands)} commands train, and an import makes one config"
-        raise ConfigError(f"{shown_path(path)}: {rule} ({named}{rest}); works: --command 1")
+        raise ConfigError(f"{shown_path(path)}: {rule} ({named}); works: --command 1")
     return found[(number or 1) - 1]
 
 

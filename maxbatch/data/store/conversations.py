@@ -30,7 +30,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown, shown_fields
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered
 from maxbatch.data.store.chat_template import ChatTemplate
 from maxbatch.data.store.tokenizer import Tokenizer
@@ -185,8 +185,7 @@ class Conversations:
         if form is None or not has(form):
             ways = [" and ".join(names) for names in fields.values()] if form is None else [" and ".join(fields[form])]
             key = "use_sft=true" if form is None else f"sft_format={form}"
-            held = shown(", ".join(map(repr, list(record)[:8])) or "none")
-            raise ConversationError(f"{key} needs {', or '.join(ways)}; its fields: {held}")
+            raise ConversationError(f"{key} needs {', or '.join(ways)}; its fields: {shown_fields(record)}")
         if form == "text":
             return Texts("", _text(record, self.text_field))
         if form == "alpaca":

@@ -20,7 +20,7 @@ from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
 from maxbatch.config.sections import ModelConfig
-from maxbatch.config.values import shown, shown_path
+from maxbatch.config.values import first_of, shown, shown_path
 from maxbatch.huggingface.arrays.exchange import read_shared
 from maxbatch.huggingface.arrays.tensors import NOT_PARAMETERS, TensorPlace, layouts_of, parameter_places, tensor_shapes
 from maxbatch.huggingface.folder.config_json import CONFIG_FILE, end_tokens
@@ -241,5 +241,4 @@ def _check_tensors(
 
 
 def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return f"{', '.join(map(shown, names[:_MOST_NAMES]))}{more}"
+    return first_of([shown(name) for name in names], _MOST_NAMES)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from maxbatch.config.values import shown
+from maxbatch.config.values import shown, shown_fields
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, record_as_json
 from maxbatch.data.store.formats.gzip_cuts import MAGIC, Cut, line_cuts
@@ -95,8 +95,7 @@ class JsonLines:
             return f"a {type(record).__name__}, not an object{field}"
         if self.text_field in record:
             return f"field text_field={name} is a {type(record[self.text_field]).__name__}, not a string"
-        fields = shown(", ".join(map(repr, list(record)[:8])) or "none")
-        return f"no field text_field={name}; its fields: {fields}"
+        return f"no field text_field={name}; its fields: {shown_fields(record)}"
 
 
 def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int) -> Iterator[bytes]:
