@@ -26,33 +26,29 @@ _BLOCK_TOKENS = 1 << 14
 _MAX_THREADS = 4
 _AHEAD_BYTES = 32 << 20  # bound of rows read ahead by time
 _SLOT_BYTES = 12  # per token with segment and weight
-# The length of an endless order; positions and indices below it fit into 64 bits.
-ENDLESS = 1 << 62
 
 
 class Order(Protocol):
     """The samples of a reader, by position from 0; small, since it is pickled for worker processes."""
 
-    def __len__(self) -> int: ...  # `ENDLESS` without a last sample
+    def __len__(self) -> int: ...
 
     def indices(self, first: int, stop: int) -> np.ndarray: ...  # int64: indices at positions first to stop - 1
 
 
 @dataclass(frozen=True)
 class Contiguous:
-    """The order of the stream itself: samples start to stop - 1 (None: endless)."""
+    """The order of the stream itself: samples start to stop - 1."""
 
     start: int
-    stop: int | None
+    stop: int
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start <= ENDLESS or (self.stop is not None and self.stop < self.start):
-            raise IndexError(
-                f"samples {self.start} to {self.stop}: start must be at least 0, at most 2^62, and at most stop"
-            )
+        if not 0 <= self.start <= self.stop:
+            raise IndexError(f"samples {self.start} to {self.stop}: start must be at least 0 and at most stop")
 
     def __len__(self) -> int:
-        return ENDLESS if self.stop is None else self.stop - self.start
+        return self.stop - self.start
 
     def indices(self, first: int, stop: int) -> np.ndarray:
         return np.arange(self.start + first, self.start + stop, dtype=np.int64)
