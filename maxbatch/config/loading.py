@@ -353,6 +353,8 @@ def _overrides(overrides: Sequence[str]) -> list[Entry]:
         raise ConfigError(f'overrides="{text}": must be a list of texts; works: overrides=["{text}"]')
     stated = []
     for override in overrides:
+        if not isinstance(override, str):
+            raise ConfigError(f"overrides: {shown(repr(override))} must be a text; works: overrides=['steps=100']")
         name, equals, text = override.partition("=")
         if not equals or not name.strip():
             raise ConfigError(f"{shown(override)}: an override is key=value; works: steps=100")

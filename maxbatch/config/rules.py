@@ -52,9 +52,13 @@ def displaced(values: Values, stated: set[str]) -> Iterator[Displaced]:
     if values["batch_size"] is not None:
         for name in PRETRAINING_BATCH:
             if name in stated:
-                raise ConfigError(f"{name}={shown(str(values[name]))}: must not be stated beside batch_size="
-                                  f"{values['batch_size']}, which states the batch in prompts; "
-                                  f"works: batch_size=null, or {name} left out")  # fmt: skip
+                is_typed = "batch_size" in stated
+                rows = "; the samples of an update are global_batch_size" if is_typed else ""
+                works = f"batch_size=null, or {name} left out" if is_typed else f"{name} left out"
+                raise ConfigError(
+                    f"{name}={shown(value_text(values[name]))}: must not be stated beside batch_size="
+                    f"{values['batch_size']}, which states the batch in prompts{rows}; works: {works}"
+                )
             yield Displaced(name, "batch_size", to_default=True)
     lengths = [name for name in _LENGTHS if name in stated]
     if lengths:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from ml_collections import ConfigDict
 
-from maxbatch import BatchPlan, load_config
+from maxbatch import BatchPlan, ConfigError, load_config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import dump_config, resolve
 from maxbatch.config.paths import configs_dir
@@ -327,3 +327,9 @@ def test_a_config_may_build_on_a_packaged_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["nothing.yml", "sweeps/batch_size.yml", "../configs/base.yml", "x" * 5000])
 def test_a_name_of_no_config_is_a_file_that_does_not_exist(name: str) -> None:
     assert "does not exist" in error_of(Path(name)) or "cannot be read" in error_of(Path(name))
+
+
+@pytest.mark.parametrize("overrides", ["steps=3", [3], [None]])
+def test_overrides_that_are_no_texts_are_the_callers_fault(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match=r"^overrides.*; works: overrides="):
+        load_config(overrides=overrides)
