@@ -17,7 +17,7 @@ from concurrent.futures import Future, wait
 from http import HTTPStatus
 from typing import TypeVar
 
-from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError
+from maxbatch.system.errors import ConfigError, StoreFailed, StoreFull, StoreRefused, TrainingError, one_line
 from maxbatch.system.patience import Patience, patience
 from maxbatch.system.stores import STORES
 from maxbatch.system.stores.store import LOST, Content, FileSystem, ObjectStore, chain, split
@@ -157,7 +157,7 @@ def naming_missing_bucket(url: str) -> Iterator[None]:
 
 
 def _short(error: BaseException) -> str:
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = one_line(error)
     return text if len(text) <= 160 else text[:157] + "..."
 
 
