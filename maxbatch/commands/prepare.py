@@ -83,7 +83,9 @@ def run(args: Namespace) -> int:
 def _check_dataset(config: StreamConfig) -> None:
     if config.dataset_type in ("synthetic", *STORES):
         what = "is computed, not read" if config.dataset_type == "synthetic" else "is prepared already"
-        raise ConfigError(f"dataset_type={config.dataset_type}: {what}; works: dataset_type=python_stdlib")
+        stated = [f"{name}={config[name]}" for name in ("dataset_type", "dataset_path")]
+        works = shlex.join(["maxbatch", "train", *stated]) if config.dataset_path else "dataset_type=python_stdlib"
+        raise ConfigError(f"dataset_type={config.dataset_type}: {what}; works: {works}")
     sources = read_mixture(config)
     if sources is not None:
         raise ConfigError(

@@ -298,7 +298,7 @@ def test_a_folder_that_nobody_prepared_is_refused(data: str, path: str) -> None:
     ("overrides", "problem"),
     [
         (["dataset_type=synthetic", "dataset_path="], "dataset_type=synthetic: is computed, not read"),
-        (["dataset_type=tokens"], "dataset_type=tokens: is prepared already"),
+        (["dataset_type=tokens", "dataset_path=my a"], "works: maxbatch train dataset_type=tokens 'dataset_path=my a'"),
         (["dataset_path=a.jsonl,2;b.jsonl,1"], "a mixture is prepared source by source.*works: dataset_path=a.jsonl"),
     ],
 )

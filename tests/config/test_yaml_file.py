@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     assert "is a folder" in error_of(tmp_path)
     (tmp_path / "image.yml").write_bytes(b"\xff\xfe\x00")
     assert "image.yml" in error_of(tmp_path / "image.yml")
-    assert "cannot be read (embedded null" in error_of(Path("a\0b"))
+    assert re.search(r"cannot be read \(.*embedded null", error_of(Path("a\0b")))
 
 
 def test_a_list_of_paths_is_the_text_with_semicolons_and_weights_with_commas(tmp_path: Path) -> None:
