@@ -409,10 +409,11 @@ _QWEN3_5 = dataclasses.replace(
 )  # fmt: skip
 
 DEFAULT_FAMILY = _LLAMA.decoder_block  # when a config names no family
-# Every record above, by `decoder_block`.
-FAMILIES: dict[str, Family] = {
-    record.decoder_block: record for record in list(globals().values()) if isinstance(record, Family)
-}
+# By `decoder_block`.
+FAMILIES: dict[str, Family] = {family.decoder_block: family for family in (
+    _LLAMA, _MISTRAL, _QWEN2, _QWEN3, _GEMMA, _GEMMA2, _GEMMA3, _GEMMA4, _GEMMA4_SMALL, _OLMO2, _OLMO3, _PHI3, _GPT2,
+    _MIXTRAL, _QWEN3_MOE, _OLMOE, _GPT_OSS, _DEEPSEEK, _QWEN3_CUSTOM_MOE, _LLAMA4, _ENVY, _QWEN3_NEXT, _QWEN3_5,
+)}  # fmt: skip
 # By the `model_type` of a `config.json`; it may have several families.
 MODEL_TYPES: dict[str, tuple[Family, ...]] = {
     name: tuple(family for family in FAMILIES.values() if family.model_type == name)
