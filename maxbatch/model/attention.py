@@ -20,7 +20,7 @@ from maxbatch.config.matrices import MATRICES
 from maxbatch.model.cache import Cache, StateCache
 from maxbatch.model.norms import Norm, norm_of, of_unit_size, unchanged
 from maxbatch.model.parameters import add_parameters
-from maxbatch.model.products import features_last, product
+from maxbatch.model.products import features_last, join_heads, product
 from maxbatch.model.rope import Rope, apply_rope, neighbours_apart
 from maxbatch.model.scores import PLAIN, ScoreRules, growth_at, soft_capped
 from maxbatch.model.segments import chunks_of_segments, places_in_segments
@@ -359,7 +359,7 @@ class Attention(nnx.Module):
                 gate_MxLxHxh += self.query_gate_bias[...].astype(gate_MxLxHxh.dtype)[None, None]
             gate_MxLxHxh = self.constrain(gate_MxLxHxh, ("batch", "length", *MATRICES["query_gate"].outputs))
             attended_MxLxHxh *= jax.nn.sigmoid(kept(gate_MxLxHxh, MATRICES["query_gate"].kept))
-        joined_MxLxD = product(attended_MxLxHxh, self.out[...], "mlnh,nhd->mld", self.quantization)
+        joined_MxLxD = join_heads(attended_MxLxHxh, self.out[...], self.constrain.platform, self.quantization)
         if hasattr(self, "out_bias"):
             joined_MxLxD += self.out_bias[...].astype(joined_MxLxD.dtype)[None, None]
         return joined_MxLxD

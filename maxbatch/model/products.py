@@ -155,6 +155,19 @@ def _together_backward(_: None, gradients: tuple[jax.Array, jax.Array]) -> tuple
 _together.defvjp(lambda first, second: ((first, second), None), _together_backward)
 
 
+def join_heads(x_MxLxHxh: jax.Array, w_HxhxD: Weight, platform: str, quantization: Quantization = "") -> jax.Array:
+    """Returns the heads' sum of x @ w, [M, L, D] in x's dtype.
+
+    On a TPU the matrix is turned to [D, H, h] before it is gathered over D. Otherwise the compiler turns the gathered
+    matrix: 1.44M cycles in place of 0.59M forward, with residual and norm, and 1.11M in place of 0.59M for the gradient
+    of x, with its sums (4 rows of 2,048 tokens, H 32, h 128, D 4,096, v6e:16x16, libtpu 0.0.46).
+    """
+    if platform == "tpu" and isinstance(w_HxhxD, jax.Array) and not quantization:
+        w_DxHxh = jnp.transpose(w_HxhxD.astype(x_MxLxHxh.dtype), (2, 0, 1))
+        return product(x_MxLxHxh, w_DxHxh, "mlnh,dnh->mld")
+    return product(x_MxLxHxh, w_HxhxD, "mlnh,nhd->mld", quantization)
+
+
 def quarter_turn(x_MxLxHxh: jax.Array) -> jax.Array:
     """Returns (-second half, first half) of the last axis, float32, as a product with a signed permutation: exact.
 

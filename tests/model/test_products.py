@@ -10,7 +10,7 @@ from flax import nnx
 
 from maxbatch.model import attention, decoder, latent_attention, mlp, products
 from maxbatch.model.experts import experts
-from maxbatch.model.products import gradients_together, product, two_products
+from maxbatch.model.products import gradients_together, join_heads, product, two_products
 from maxbatch.parallel.trees import State
 from maxbatch.training.update.state import abstract_model
 from tests.helpers.tiny import tiny_config
@@ -65,6 +65,19 @@ def test_gradients_that_a_tpu_computes_together_are_the_same(platform: str) -> N
     np.testing.assert_array_equal(gradients[0], gradients[1])
     jaxpr = str(jax.make_jaxpr(jax.grad(gated, (1, 2)), static_argnums=0)(platform, *arrays))
     assert jaxpr.count("optimization_barrier") == (platform == "tpu")
+
+
+def test_heads_are_joined_by_a_turned_matrix_on_a_tpu_with_the_same_values_and_gradients() -> None:
+    x, w = (jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(((2, 8, 4, 6), (4, 6, 16))))
+
+    def joined(platform: str, x: jax.Array, w: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(join_heads(x, w, platform)))
+
+    values = {platform: jax.value_and_grad(joined, (1, 2))(platform, x, w) for platform in ("cpu", "tpu")}
+    for one, other in zip(*map(jax.tree.leaves, values.values()), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
+    turns = [str(jax.make_jaxpr(join_heads, static_argnums=2)(x, w, one)).count("transpose") for one in values]
+    assert turns == [0, 1], "a CPU's numbers are those of the plain product"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -17,6 +17,7 @@ from maxbatch.config.config import Config
 from maxbatch.model.attention import Attention, attend, choose_implementation
 from maxbatch.model.splash import block_size, splash_attend
 from maxbatch.parallel.mesh import make_mesh
+from maxbatch.parallel.remat import Remat, checkpointed
 from maxbatch.parallel.sharding import activation_constraint, unconstrained
 from maxbatch.training.update.state import abstract_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
@@ -71,6 +72,24 @@ def test_splash_equals_the_plain_path_in_value_and_gradient(
         assert a.dtype == b.dtype == dtype
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * float(jnp.abs(b).max()))
+
+
+@pytest.mark.parametrize(("policy", "forward_kernels"), [("minimal", 2), ("minimal_with_context", 1)])
+def test_the_forward_kernel_runs_again_unless_its_sums_are_kept_and_both_backward_ones_read_them_once(
+    policy: str, forward_kernels: int
+) -> None:
+    config = tiny_config(f"max_target_length={L}", f"remat_policy={policy}")
+    constrain = activation_constraint(make_mesh(config), ("fsdp",))
+    q = jnp.ones((8, L, H, HEAD_DIM))
+    segments = jnp.ones((8, L), jnp.int32)
+
+    def total(q: jax.Array) -> jax.Array:
+        layer = checkpointed(lambda q: splash_attend(q, q, q, segments, constrain), Remat.of(config.remat), True)
+        return jnp.sum(jnp.sin(layer(q)))
+
+    jaxpr = str(jax.make_jaxpr(jax.grad(total))(q))
+    assert jaxpr.count("name=splash_mha_fwd") == forward_kernels
+    assert jaxpr.count("optimization_barrier") == 1
 
 
 @pytest.mark.parametrize(("length", "block"), [(128, 128), (384, 384), (640, 128), (2048, 512), (4096, 512)])

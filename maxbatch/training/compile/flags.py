@@ -77,7 +77,7 @@ _SUMS_IN_PRODUCTS = {"--xla_tpu_enable_async_collective_fusion_fuse_all_reduce":
 # Vector memory for one fusion. The default of 16 MiB cuts products into small blocks, which costs a quarter more
 # cycles. A v4's core has 16 MiB in all, too little for a sum inside a wide product.
 _SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "65536"}
-# A v6e's core has 128 MiB. With 96 of them an update of llama2-7b takes 1.201e9 cycles in place of 1.249e9 (4 rows of
+# A v6e's core has 128 MiB. With 96 of them an update of llama2-7b took 1.201e9 cycles in place of 1.249e9 (4 rows of
 # 2,048 tokens, remat full, v6e:16x16, libtpu 0.0.46). MaxText's recipes for v6e have the same.
 _MORE_SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "98304"}
 
