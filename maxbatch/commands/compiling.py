@@ -59,18 +59,30 @@ def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Progra
     return programs, [Update(shape, largest_batch(shape.micro_batch, stages)) for shape in plan_shapes(stages)]
 
 
-def compiled(lowered: jax.stages.Lowered, target: Target, config: Config, shape: BatchShape | None) -> Compiled:
-    """Compiles a program and models its time; `shape` is the batch of an update, None for another program."""
+def compiled(
+    lowered: jax.stages.Lowered, target: Target, config: Config, shape: BatchShape | None, hlo: Path | None = None
+) -> Compiled:
+    """Compiles a program and models its time.
+
+    Args:
+      shape: the batch of an update; None for another program.
+      hlo: the file for the program's HLO text, if one is written.
+    """
     from maxbatch.config.recipes import slots_per_sample
     from maxbatch.training.compile.flags import program_options
     from maxbatch.training.compile.memory import compile_for
     from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 
     verdict, executable = compile_for(lowered, target, program_options(config.libtpu_flags, target.devices))
-    if executable is None or not has_clock(target):
-        return Compiled(verdict, executable, Modelled())
-    text, slots, peak = executable.as_text() or "", slots_per_sample(config), config.peak_tflops_per_device
-    return Compiled(verdict, executable, model_time(text, target, config.decoder, slots, peak, shape))
+    modelled = Modelled()
+    if executable is not None and (hlo or has_clock(target)):
+        text = executable.as_text() or ""
+        if hlo:
+            write_atomically(hlo, text)
+        if has_clock(target):
+            slots, peak = slots_per_sample(config), config.peak_tflops_per_device
+            modelled = model_time(text, target, config.decoder, slots, peak, shape)
+    return Compiled(verdict, executable, modelled)
 
 
 def compile_one(
@@ -85,9 +97,7 @@ def compile_one(
     from maxbatch.training.compile.cache import without_persistent_cache
 
     with without_persistent_cache():
-        found = compiled(lowered, target, config, update and update.shape)
-    if hlo and found.executable is not None:
-        write_atomically(hlo / f"{name}.hlo", found.executable.as_text() or "")
+        found = compiled(lowered, target, config, update and update.shape, hlo and hlo / f"{name}.hlo")
     return found._replace(modelled=found.modelled.of_samples(update.share)) if update else found
 
 
