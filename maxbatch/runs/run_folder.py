@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
 from maxbatch.runs.json_file import write_json
+from maxbatch.runs.metrics import METRICS_FILE
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
 from maxbatch.runs.position import DamagedError, committed_steps, read_record
 from maxbatch.runs.run_id import RUN_FILE, RunIdentity, read_identity
@@ -26,7 +27,7 @@ _FILES = (
     LOCK_FILE,
     RUN_FILE,
     "config.yml",
-    "metrics.jsonl",
+    METRICS_FILE,
     SESSIONS_FILE,
     "transcripts.jsonl",
     "answers.jsonl",
@@ -83,7 +84,7 @@ class RunFolder:
 
     def _identified(self) -> RunIdentity:
         """Gives a run without `run.json` the id that its newest checkpoint holds, or a new one, and writes it."""
-        has_begun = any((self.path / name).exists() for name in ("config.yml", "metrics.jsonl", "checkpoints"))
+        has_begun = any((self.path / name).exists() for name in ("config.yml", METRICS_FILE, "checkpoints"))
         self._made_identity = not has_begun
         identity = RunIdentity.new(is_older=has_begun)
         return self._write_identity(dataclasses.replace(identity, run_id=self._saved_id() or identity.run_id))

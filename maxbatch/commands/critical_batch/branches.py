@@ -20,7 +20,7 @@ from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import Branch, MeasurementPlan
 from maxbatch.config.loading import dump_config, load_config
 from maxbatch.runs.json_file import read_json, write_json
-from maxbatch.runs.metrics import read_metrics, scan_metrics
+from maxbatch.runs.metrics import METRICS_FILE, read_metrics, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.position import COMMITTED_FILE, committed_steps
@@ -162,7 +162,7 @@ class BranchRuns:
         return not self._left
 
     def watch(self, run: ChildRun[Branch]) -> None:
-        metrics = run.run_dir / "metrics.jsonl"
+        metrics = run.run_dir / METRICS_FILE
         num_bytes = metrics.stat().st_size if metrics.exists() else 0
         if num_bytes != self._num_bytes:
             self._num_bytes = num_bytes

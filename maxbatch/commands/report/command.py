@@ -38,6 +38,7 @@ from maxbatch.plan.view import equation
 from maxbatch.runs.answers import read_answers
 from maxbatch.runs.devices import DevicesUsed
 from maxbatch.runs.json_file import checked, read_json
+from maxbatch.runs.metrics import METRICS_FILE
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import CRITICAL_BATCH_FILE
 from maxbatch.runs.sweep_folder import SweepFolder
@@ -118,7 +119,7 @@ def _watch(paths: Sequence[AnyPath], output: AnyPath, seconds: int, drawn: list[
 
 def metrics_files(paths: Sequence[AnyPath]) -> list[tuple[str, int, float]]:
     """Returns name, size and time of each run's metrics; they change when a run writes."""
-    files = [file for path in paths for file in (path / "metrics.jsonl", *path.glob("trials/*/metrics.jsonl"))]
+    files = [file for path in paths for file in (path / METRICS_FILE, *path.glob(f"trials/*/{METRICS_FILE}"))]
     found = [(str(file), file.stat()) for file in files if file.is_file()]
     return [(name, status.st_size, status.st_mtime) for name, status in found]
 

@@ -15,7 +15,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.pages.page import RunColumns
 from maxbatch.pages.plots import Panel
 from maxbatch.runs.devices import DevicesUsed, read_devices
-from maxbatch.runs.metrics import Record, scan_metrics
+from maxbatch.runs.metrics import METRICS_FILE, Record, scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M
 from maxbatch.runs.sessions import Session, read_sessions
 from maxbatch.system.errors import ConfigError, reading
@@ -275,7 +275,7 @@ def smoothed(values: Sequence[float | None], window: int) -> list[float | None]:
 
 
 def is_run(path: AnyPath) -> bool:
-    return (path / "metrics.jsonl").is_file() or (path / "config.yml").is_file()
+    return (path / METRICS_FILE).is_file() or (path / "config.yml").is_file()
 
 
 def _no_run(path: AnyPath) -> str:

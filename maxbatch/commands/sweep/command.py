@@ -18,6 +18,7 @@ from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.values import shown
 from maxbatch.pages.page import Page
 from maxbatch.pages.sweep_section import add_sweep
+from maxbatch.runs.metrics import METRICS_FILE
 from maxbatch.runs.outcome import OUTCOME_FILE, Status
 from maxbatch.runs.remote_training import RemoteTrainingProcess
 from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor, locked
@@ -87,7 +88,7 @@ class TrialRuns:
     def next(self) -> ChildRun[Trial] | None:
         if (trial := self._study.next()) is None:
             return None
-        resumed = " resumed" if (trial.folder / "metrics.jsonl").exists() else ""
+        resumed = " resumed" if (trial.folder / METRICS_FILE).exists() else ""
         self._progress.say(f"trial {trial.number}{resumed}: {trial.title}")
         arguments = [str(self._folder.base), *trial.stated, f"run_dir={trial.folder}"]
         return ChildRun(trial, trial.folder, arguments)
