@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 
 from maxbatch.runs.training_process import TrainingExit, TrainingProcess
-from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
+from maxbatch.system.errors import EXIT_FAILED, EXIT_PASSING_FAULT, EXIT_STOPPED
 from maxbatch.system.locks import take_lock
 from maxbatch.system.ray_cluster import Cancelled, RayCluster
 from maxbatch.system.storage import AnyPath, as_path, kept_here
@@ -48,7 +48,7 @@ def _train(run_dir: str, arguments: Sequence[str]) -> TrainingExit:
     folder = as_path(run_dir)
     lock = take_lock(kept_here(folder) / ".claim", _LOCK_S)
     if lock is None:
-        return TrainingExit(EXIT_FAILED, f"{run_dir}: a process on another node still trains in it")
+        return TrainingExit(EXIT_PASSING_FAULT, f"{run_dir}: a process on another node still trains in it")
     with lock:
         process = TrainingProcess(lock, folder, arguments)
     try:

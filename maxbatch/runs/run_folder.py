@@ -133,9 +133,14 @@ class RunFolder:
         """Writes a file whole or not at all."""
         write_atomically(self.path / name, content)
 
+    def begin_again(self) -> None:
+        """Removes the outcome of an earlier start: a run that takes further updates has not ended.
+
+        A start that finds nothing to do, or is refused, leaves it.
+        """
+        (self.path / OUTCOME_FILE).unlink(missing_ok=True)
+
     def __enter__(self) -> RunFolder:
-        if self._hold:
-            (self.path / OUTCOME_FILE).unlink(missing_ok=True)  # a run that starts again has not ended
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:

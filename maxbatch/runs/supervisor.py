@@ -14,7 +14,7 @@ from typing import BinaryIO, Generic, NamedTuple, Protocol, TypeVar
 
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.training_process import TrainingExit
-from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, ConfigError, writing
+from maxbatch.system.errors import EXIT_DONE, EXIT_PASSING_FAULT, EXIT_STOPPED, ConfigError, PassingFault, writing
 from maxbatch.system.folding import counted
 from maxbatch.system.leases import leased
 from maxbatch.system.locks import take_lock
@@ -22,6 +22,7 @@ from maxbatch.system.stopping import Stopping
 from maxbatch.system.storage import AnyPath, kept_here, look_period
 
 _POLL_S = 0.1
+_MOST_FAULTS = 3  # of disks and stores in a row, with no run that ends in between
 _LOCK_S = 20  # wait for the children of a killed command to end
 T = TypeVar("T")
 
@@ -60,7 +61,7 @@ class ChildEnd(NamedTuple):
     """How the process of a child run ended."""
 
     status: Status | None  # None if it was stopped, and the same command continues it
-    reason: str  # one line, "" for a run that is done or stopped
+    reason: str  # one line, "" for a run that is done or stopped; the fault of a disk or a store that stopped it
     exit_code: int  # negative for the signal that killed it
     seconds: float  # from its start to its end
 
@@ -91,7 +92,7 @@ class ChildRuns(Protocol[T]):
         """Checks a running child several times a second; returns the reason to prune it, or None."""
 
     def ended(self, run: ChildRun[T], end: ChildEnd) -> None:
-        """Records how a run ended."""
+        """Records how a run ended, and keeps one that was stopped for a later `next`."""
 
 
 @dataclasses.dataclass
@@ -114,6 +115,8 @@ class _Started(Generic[T]):
             return Status.DONE, ""
         if code == EXIT_STOPPED:
             return None, ""
+        if code == EXIT_PASSING_FAULT:  # no outcome of the run: it continues once there is room, or the store answers
+            return None, ended.last_line or "its disk or its store failed"
         if recorded := read_outcome(self.run.run_dir):
             return recorded
         if code < 0:
@@ -122,7 +125,10 @@ class _Started(Generic[T]):
 
 
 class Supervisor(Generic[T]):
-    """Trains child runs, `parallel` at a time. It starts each run once, without retries.
+    """Trains child runs, `parallel` at a time, each once.
+
+    A run that a full disk or a store stopped is started again after the others, as its `ChildRuns` offers it again.
+    After `_MOST_FAULTS` such faults in a row no further run starts.
 
     Args:
       start: starts the process of a run, from its folder and the arguments of `maxbatch train`.
@@ -137,14 +143,22 @@ class Supervisor(Generic[T]):
     ) -> None:
         self._runs, self._start_child, self._parallel, self._say = runs, start, parallel, say
         self._children: list[_Started[T]] = []
+        self._faults: list[str] = []  # of disks and stores, since a run last ended by itself
 
     def train(self, stop: Stopping) -> bool:
-        """Trains until nothing is left (True), or until a signal requests a stop and every child has saved (False)."""
+        """Trains until nothing is left (True), or until a signal requests a stop and every child has saved (False).
+
+        Raises:
+          PassingFault: a disk or a store fails run after run.
+        """
         try:
             while not stop.is_asked:
                 self._collect(stop)
                 self._watch()
-                while len(self._children) < self._parallel and (run := self._runs.next()):
+                may_start = len(self._faults) < _MOST_FAULTS
+                if not may_start and not self._children:
+                    raise PassingFault(f"{self._faults[-1]} ({_MOST_FAULTS} such faults in a row); nothing is lost")
+                while may_start and len(self._children) < self._parallel and (run := self._runs.next()):
                     self._start(run)
                 if not self._children and self._runs.is_exhausted():
                     return True
@@ -171,7 +185,10 @@ class Supervisor(Generic[T]):
         for started in list(self._children):
             if (ended := started.child.poll()) is not None:
                 self._children.remove(started)
-                self._runs.ended(started.run, started.end(ended, stop.is_asked))
+                end = started.end(ended, stop.is_asked)
+                is_passing = end.status is None and end.reason
+                self._faults = [*self._faults, f"{started.run.run_dir}: {end.reason}"] if is_passing else []
+                self._runs.ended(started.run, end)
 
     def _watch(self) -> None:
         for started in self._children:

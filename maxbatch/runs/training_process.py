@@ -28,7 +28,9 @@ class TrainingProcess:
     def __init__(self, lock: BinaryIO, run_dir: AnyPath, arguments: Sequence[str]) -> None:
         self._run_dir, self._log = run_dir, kept_here(run_dir) / LOG_FILE
         with open(self._log, "ab") as log:
-            self._process = start_child(["train", *arguments], log, keep_open=[lock.fileno()])
+            self._process = start_child(
+                ["train", *arguments], log, keep_open=[lock.fileno()], tells_passing_faults=True
+            )
 
     def poll(self) -> TrainingExit | None:
         """Returns how the process ended, and copies its output to the run folder; None while it runs."""

@@ -19,12 +19,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
-from maxbatch.system.errors import EXIT_DONE, report
+from maxbatch.system.errors import EXIT_DONE, report, tell_passing_faults
 from maxbatch.system.warning import note
 
 STOPPED_S = 30.0  # longest stop of a child
 _LOOK_S = 5.0
 _CONTINUE_S = 0.1  # until a continued child no longer counts as stopped
+_TELLS_PASSING_FAULTS = "--tells-passing-faults"  # before the command, in a child's own arguments
 
 
 def start_child(
@@ -32,16 +33,19 @@ def start_child(
     output: IO[bytes] | None,
     keep_open: Sequence[int] = (),
     variables: Mapping[str, str] | None = None,
+    tells_passing_faults: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Starts `maxbatch ARGUMENTS` in the caller's process group.
 
     Args:
       output: receives standard output and standard error; None: the caller's.
       keep_open: file descriptors that the child inherits.
+      tells_passing_faults: the child's exit code tells a fault of a disk or a store (`EXIT_PASSING_FAULT`) from others.
     """
+    flags = [_TELLS_PASSING_FAULTS] if tells_passing_faults else []
     with holding_interrupts():
         return subprocess.Popen(
-            [sys.executable, "-m", "maxbatch.system.child_process", *arguments],
+            [sys.executable, "-m", "maxbatch.system.child_process", *flags, *arguments],
             stdin=subprocess.PIPE, stdout=output, stderr=output, pass_fds=keep_open,
             env={**os.environ, **(variables or {})},
         )  # fmt: skip
@@ -141,6 +145,9 @@ def leave_signals_to_parent() -> None:
 def _main() -> int:
     """Runs the `maxbatch` command in the arguments and returns its exit code."""
     end_with_parent()
+    if sys.argv[1:2] == [_TELLS_PASSING_FAULTS]:
+        del sys.argv[1]
+        tell_passing_faults()
     try:
         take_interrupts()
         runpy.run_module("maxbatch", run_name="__main__", alter_sys=True)

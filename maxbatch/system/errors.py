@@ -12,6 +12,9 @@ from collections.abc import Callable, Iterator, Mapping
 from maxbatch.system.folding import error_width, folded, printable
 
 EXIT_DONE, EXIT_FAILED, EXIT_INPUT, EXIT_STOPPED = 0, 1, 2, 75
+# Of a child of `maxbatch sweep` or `critical-batch` alone, in place of 1 and 2: a full disk or a store ended the run,
+# not the run itself. Its log may be on that disk, so the log cannot tell.
+EXIT_PASSING_FAULT = 74
 EXIT_CODES = {
     EXIT_DONE: "done",
     EXIT_INPUT: "invalid input; one line on standard error names the fault and a value that works",
@@ -42,7 +45,11 @@ class DivergedError(TrainingError):
     """A run whose updates are no longer finite."""
 
 
-class LeaseLost(TrainingError):
+class PassingFault(TrainingError):
+    """A fault of a disk or a store, after which the same command continues."""
+
+
+class LeaseLost(PassingFault):
     """The loss of a folder: another process may be writing to it, so this one must stop."""
 
 
@@ -50,11 +57,11 @@ class StoreRefused(ConfigError, OSError):
     """A request that an object store refuses permanently: no permission, no such bucket, credentials that expired."""
 
 
-class StoreFailed(TrainingError, OSError):
+class StoreFailed(PassingFault, OSError):
     """A request that failed at every try until the patience ended."""
 
 
-class StoreFull(TrainingError, OSError):
+class StoreFull(PassingFault, OSError):
     """A write that an object store has no room for."""
 
 
@@ -97,9 +104,9 @@ def writing(path: object, remedy: str = "give another place") -> Iterator[None]:
         raise
     except OSError as error:
         if is_disk_full(error):
-            raise TrainingError(f"{path}: {_DISK_FULL}") from error
+            raise PassingFault(f"{path}: {_DISK_FULL}") from error
         if error.errno == errno.EIO:
-            raise TrainingError(f"{path}: the disk fails ({error.strerror})") from error
+            raise PassingFault(f"{path}: the disk fails ({error.strerror})") from error
         raise ConfigError(f"{path}: cannot be written ({reason(error)}); {remedy}") from error
 
 
@@ -125,6 +132,15 @@ def is_interruption(error: BaseException) -> bool:
     return False
 
 
+_tells_passing_faults = False
+
+
+def tell_passing_faults() -> None:
+    """Makes this process, which a supervisor started, end with `EXIT_PASSING_FAULT` after such a fault."""
+    global _tells_passing_faults
+    _tells_passing_faults = True
+
+
 def _without_middle(text: str) -> str:
     """Shortens a long text to its beginning and its end, which states what works."""
     return text if len(text) <= _MOST_SAID else f"{text[: _MOST_SAID - 505]} ... {text[-500:]}"
@@ -144,9 +160,12 @@ def report(error: BaseException, as_json: bool = False) -> int:
         print(f"maxbatch: {said}", file=sys.stderr)
     elif isinstance(error, ConfigError | TrainingError) or is_disk_full(error):
         if isinstance(error, OSError) and not isinstance(error, ConfigError | TrainingError):
-            error = TrainingError(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
+            error = PassingFault(f"{error.filename}: {_DISK_FULL}" if error.filename else _DISK_FULL)
         said = printable(_without_middle(" ".join(str(error).split())), keep="")
-        print(folded(f"maxbatch: error: {said}", 0, error_width()), file=sys.stderr)
+        if _tells_passing_faults and isinstance(error, PassingFault | StoreRefused):
+            code = EXIT_PASSING_FAULT
+        with contextlib.suppress(OSError):  # the disk that is full may hold the log
+            print(folded(f"maxbatch: error: {said}", 0, error_width()), file=sys.stderr)
     else:
         traceback.print_exception(error)
     if as_json:

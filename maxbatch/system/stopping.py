@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Self
 
-from maxbatch.system.errors import EXIT_FAILED
+from maxbatch.system.errors import EXIT_FAILED, EXIT_PASSING_FAULT
 from maxbatch.system.patience import begin, patience
 
 _GRACE_S = 2.0  # for a command to end by itself after a second Ctrl-C, or after SIGTERM if nothing has to be saved
@@ -97,7 +97,7 @@ def leave_threads_behind(code: int) -> None:
 
     The usual exit would wait for them, or crash.
     """
-    if code == EXIT_FAILED and (_RAISED or patience().keeps_threads):
+    if code in (EXIT_FAILED, EXIT_PASSING_FAULT) and (_RAISED or patience().keeps_threads):
         with contextlib.suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()

@@ -37,6 +37,7 @@ from maxbatch.system.errors import (
     ConfigError,
     DivergedError,
     LeaseLost,
+    PassingFault,
     StoreFailed,
     StoreFull,
     StoreRefused,
@@ -189,6 +190,7 @@ class Session(Generic[B]):
             self._clock.withdraw()
         elif is_first():
             self._clock.stand_at(self.position.step)
+            self.folder.begin_again()
             self.folder.write("config.yml", dump_config(self.config))
             self.folder.note_reads(reads)
             self._record_devices()
@@ -441,12 +443,12 @@ class Session(Generic[B]):
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:
-        """Re-raises a failure of the store in mid-run as TrainingError, naming the last checkpoint."""
+        """Re-raises a failure of the store in mid-run as PassingFault, naming the last checkpoint."""
         try:
             yield
         except (StoreRefused, StoreFailed, StoreFull, LeaseLost) as error:
             fate = self.checkpoints.fate if self.checkpoints else "nothing is saved"
-            raise TrainingError(f"{error}; {fate}") from error
+            raise PassingFault(f"{error}; {fate}") from error
 
     def _compile_rest(self, running: Running[B]) -> None:
         running.compile_rest()

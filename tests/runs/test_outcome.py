@@ -23,10 +23,20 @@ def test_a_run_that_diverges_says_so_in_its_folder(tmp_path: Path) -> None:
     assert outcome is not None and outcome.status == Status.DIVERGED and "not finite" in outcome.reason
 
 
-def test_a_run_that_starts_again_has_not_ended(tmp_path: Path) -> None:
-    write_outcome(tmp_path, RecordedOutcome(Status.FAILED, "no disk"))
-    with RunFolder(str(tmp_path)):
-        assert read_outcome(tmp_path) is None
+def test_a_look_at_a_finished_run_keeps_its_outcome_and_a_further_update_ends_it(tmp_path: Path) -> None:
+    def start(steps: int) -> None:
+        train(tiny_config(f"steps={steps}", f"run_dir={tmp_path / 'run'}"), jax.devices()[:1])
+
+    start(steps=1)
+    done = RecordedOutcome(Status.DONE)
+    write_outcome(tmp_path / "run", done)
+    start(steps=1)
+    assert read_outcome(tmp_path / "run") == done
+    with pytest.raises(ConfigError):
+        train(tiny_config("steps=2", "data_shuffle_seed=9", f"run_dir={tmp_path / 'run'}"), jax.devices()[:1])
+    assert read_outcome(tmp_path / "run") == done, "a refused start changes nothing"
+    start(steps=2)
+    assert read_outcome(tmp_path / "run") is None
 
 
 def test_only_divergence_is_recorded_by_the_run_itself(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from maxbatch.runs import supervisor, training_process
 from maxbatch.runs.outcome import RecordedOutcome, Status, read_outcome, write_outcome
 from maxbatch.runs.supervisor import ChildEnd, ChildRun, Supervisor, locked
 from maxbatch.runs.training_process import TrainingProcess
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, PassingFault
 from maxbatch.system.stopping import Stopping
 
 SLEEP = "import signal, sys, time; signal.signal(15, lambda *_: sys.exit(75)); print('up', flush=True); time.sleep(60)"
@@ -32,8 +32,10 @@ def scripts_for_children(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Pop
     """Children are short Python scripts, the first argument after `train`; returns their processes."""
     processes: list[subprocess.Popen[bytes]] = []
 
-    def start(arguments: list[str], log: BinaryIO, keep_open: list[int]) -> subprocess.Popen[bytes]:
-        assert arguments[0] == "train"
+    def start(
+        arguments: list[str], log: BinaryIO, keep_open: list[int], tells_passing_faults: bool
+    ) -> subprocess.Popen[bytes]:
+        assert arguments[0] == "train" and tells_passing_faults
         command = [sys.executable, "-c", arguments[1], *arguments[1:]]
         processes.append(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, pass_fds=keep_open))
         return processes[-1]
@@ -91,6 +93,7 @@ def test_an_end_is_told_by_exit_codes_and_outcome_files_and_never_by_the_log(tmp
         "silent": "import sys; sys.exit(3)",
         "killed": "import os; os.kill(os.getpid(), 9)",
         "stopped": "import sys; sys.exit(75)",
+        "full": "import sys; print('maxbatch: error: no space left'); sys.exit(74)",
     }
     runs = Scripts(tmp_path, scripts)
     assert train(runs, parallel=3) and runs.most == 3
@@ -102,7 +105,22 @@ def test_an_end_is_told_by_exit_codes_and_outcome_files_and_never_by_the_log(tmp
         "silent": (Status.FAILED, "exit code 3", 3),
         "killed": (Status.FAILED, "killed by SIGKILL", -9),
         "stopped": (None, "", 75),
+        "full": (None, "no space left", 74),
     }
+
+
+def test_faults_of_a_disk_in_a_row_end_the_command_and_are_no_outcome(tmp_path: Path) -> None:
+    full = "import sys; print('maxbatch: error: no space left'); sys.exit(74)"
+    names = ["a", "b", "c", "d", "e", "f"]
+    scripts = dict.fromkeys(names, full) | {"c": "pass"}
+    runs = Scripts(tmp_path, scripts)
+    with pytest.raises(PassingFault, match=r"no space left \(3 such faults in a row\)"):
+        train(runs, parallel=1)
+    assert list(runs.ends) == names, "c ended well, so that the count began again"
+    runs = Scripts(tmp_path / "less", dict(list(scripts.items())[:5]))
+    runs.folder.mkdir()
+    assert train(runs, parallel=1)
+    assert not list(tmp_path.rglob("outcome.json"))
 
 
 def test_an_outcome_of_an_earlier_start_does_not_count(tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from maxbatch.runs.run_folder import FORK_FILE
 from maxbatch.runs.supervisor import ChildEnd, ChildRun
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bars import LinesAboveBar
-from maxbatch.system.errors import EXIT_INPUT, ConfigError, TrainingError
+from maxbatch.system.errors import EXIT_INPUT, ConfigError, PassingFault, TrainingError
 from maxbatch.system.storage import AnyPath, clone_tree, remove_tree
 
 
@@ -170,7 +170,9 @@ class BranchRuns:
 
     def ended(self, run: ChildRun[Branch], end: ChildEnd) -> None:
         """Records a branch that is done or diverged."""
-        if end.status is None:  # only this branch was stopped
+        if end.status is None and end.reason:
+            raise PassingFault(f"{run.run_dir}: {end.reason}")
+        elif end.status is None:  # only this branch was stopped
             self._left = []
         elif end.exit_code < 0:
             raise TrainingError(f"{run.run_dir}: its process was {end.reason}; the same command continues")

@@ -27,7 +27,7 @@ from maxbatch.runs.training_process import TrainingProcess
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.bars import LinesAboveBar
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
-from maxbatch.system.folding import folded_command, terminal_width
+from maxbatch.system.folding import counted, folded_command, terminal_width
 from maxbatch.system.stopping import Stopping
 from maxbatch.system.terminal import PlainTable, TrainingConsole
 
@@ -110,10 +110,11 @@ class TrialRuns:
         else:
             self._study.finished(result)
         value = "" if result.value is None else f" {self._metric} {result.value:.4f}"
-        reason = f" ({result.reason})" if result.reason else ""
-        counted = "" if end.status is None else f" ({self._study.counted})"
+        why = result.reason or end.reason
+        reason = f" ({why})" if why else ""
+        ended = "" if end.status is None else f" ({self._study.counted})"
         self._progress.say(
-            f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: {trial.title}{counted}"
+            f"trial {trial.number} {result.status}{value}{reason}, {end.seconds:.0f} s: {trial.title}{ended}"
         )
 
 
@@ -129,8 +130,14 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
     console.print(results_table(results, sweep.metric))
     console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
     best = results[0]
+    num_failed = sum(result.status == Status.FAILED for result in results)
+    again = f"{counted(num_failed, 'trial')} failed; --retry-failed runs {'it' if num_failed == 1 else 'them'} again"
     if best.status != Status.DONE:
-        raise TrainingError(f"none of the {len(results)} trials finished; trial {best.trial.number}: {best.reason}")
+        remedy = f"; {again}" if num_failed else ""
+        why = f"trial {best.trial.number}: {best.reason}"
+        raise TrainingError(f"none of the {len(results)} trials finished; {why}{remedy}")
+    if num_failed:
+        console.print(again)
     words = ["maxbatch", "train", str(folder.base), *best.trial.stated, "run_dir=runs/best"]
     page = Page(f"maxbatch sweep: {folder.path.name}")
     add_sweep(page, folder.to_dict())

@@ -54,6 +54,7 @@ class SweepStudy:
         self._trials: dict[int, optuna.Trial] = {}  # by number, but for those that ended on other machines
         self._num_reported: dict[int, int] = {}  # by trial, the evals in the study
         self._waiting: deque[Trial] = deque()  # recorded, to start
+        self._stopped: deque[Trial] = deque()  # to start again, after all others
         for trial in recorded:
             self._begin(trial.number, trial.overrides)
             if trial.is_finished:
@@ -92,19 +93,24 @@ class SweepStudy:
 
     def is_exhausted(self) -> bool:
         """Returns whether there is nothing left to start."""
-        return not self._waiting and len(self._numbers) >= self.num_trials
+        return not (self._waiting or self._stopped) and self._have_all_begun
 
     def next(self) -> Trial | None:
         """Returns a trial to start now; None if all have started."""
-        while not self._waiting and not self.is_exhausted():
+        while not self._waiting and not self._have_all_begun:
             number = next(n for n in itertools.count() if n not in self._numbers)
             overrides = self._begin(number, self._left.popleft() if self._left else None)
             self._record(number, overrides)
-        return self._waiting.popleft() if self._waiting else None
+        queue = self._waiting or self._stopped
+        return queue.popleft() if queue else None
+
+    @property
+    def _have_all_begun(self) -> bool:
+        return len(self._numbers) >= self.num_trials
 
     def stopped(self, trial: Trial) -> None:
-        """Queues a trial that stopped before its end."""
-        self._waiting.append(trial)
+        """Queues a trial that stopped before its end, behind those that have not started."""
+        self._stopped.append(trial)
 
     def _begin(self, number: int, overrides: Overrides | None) -> Overrides:
         """Adds a trial to the study, with values that the sampler suggests if it has none; returns its values."""

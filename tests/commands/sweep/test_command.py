@@ -26,6 +26,7 @@ from maxbatch.system.bars import LinesAboveBar
 from maxbatch.system.stopping import Stopping
 from tests.helpers.chromium import ask
 from tests.helpers.command import maxbatch, start
+from tests.helpers.full_disk import small_disk
 from tests.helpers.processes import wait_for
 from tests.helpers.sweeps import RATES, planned, wait_until_free, write_evals, write_sweep
 from tests.helpers.tiny import read_metrics
@@ -138,6 +139,21 @@ def test_failed_and_diverged_trials_are_recorded_and_a_signal_saves_and_exits_75
     assert results[1].status == results[3].status == "failed"
     assert "dataset_path" in results[1].reason
     assert json.loads((results[1].trial.folder / "outcome.json").read_text())["status"] == "failed"
+
+
+@pytest.mark.processes
+def test_trials_that_met_a_full_disk_have_not_failed_and_the_same_command_trains_them(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 200) as disk:
+        write_sweep(RATES, {"steps": 2}, sweep_dir=str(disk / "sw"))
+        full = maxbatch("sweep", "sweep.yml")
+        assert full.returncode == 1, full.stderr
+        assert "no space left on the disk" in full.stderr and "3 such faults in a row" in full.stderr
+        folder = SweepFolder(disk / "sw")
+        assert [result.status for result in folder.results("loss")] == ["unfinished", "unfinished"]
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        again = maxbatch("sweep", "sweep.yml")
+        assert again.returncode == 0, again.stderr
+        assert [result.status for result in folder.results("loss")] == ["done", "done"]
 
 
 @pytest.mark.processes
