@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from maxbatch.plan.learning_rate import LearningRate
     from maxbatch.plan.rampup import RampupBatchManager
     from maxbatch.runs.metrics import read_metrics
-    from maxbatch.system.errors import ConfigError, TrainingError
+    from maxbatch.system.errors import ConfigError, StopTraining, TrainingError
     from maxbatch.training.own import Loss, MakeModel, Rows, next_token_loss
     from maxbatch.training.record.recorder import Output
     from maxbatch.training.session import Outcome
@@ -57,6 +57,7 @@ __all__ = [
     "Rows",
     "Samples",
     "Scores",
+    "StopTraining",
     "Stream",
     "TrainingError",
     "__version__",
@@ -93,6 +94,7 @@ _HOME = {
     "Rows": "maxbatch.training.own",
     "Samples": "maxbatch.data.stream.own",
     "Scores": "maxbatch.loaded_model",
+    "StopTraining": "maxbatch.system.errors",
     "Stream": "maxbatch.data.stream.stream",
     "TrainingError": "maxbatch.system.errors",
     "audit": "maxbatch.auditing.audit",

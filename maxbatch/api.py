@@ -35,6 +35,7 @@ from maxbatch.parallel.sharding import num_shards
 from maxbatch.plan.batch import BatchPlan, Resume, check_batch_keys, expansion_factor
 from maxbatch.plan.mesh_shape import BATCH_AXES
 from maxbatch.runs.metrics import Record
+from maxbatch.system.code_names import code_name
 from maxbatch.system.errors import ConfigError
 from maxbatch.training import pretraining
 from maxbatch.training.own import Loss, MakeModel, Optimizer, Parts
@@ -99,6 +100,7 @@ class _Logger(Output):
 
     def __init__(self, output: Any) -> None:
         self._output, self._is_closed = output, False
+        self.name = code_name(output)
 
     def append(self, record: Record) -> None:
         append = getattr(self._output, "append", self._output)

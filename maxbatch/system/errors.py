@@ -49,6 +49,10 @@ class PassingFault(TrainingError):
     """A fault of a disk or a store, after which the same command continues."""
 
 
+class StopTraining(Exception):
+    """Raised by an output to stop the run after the update that it was given, with a checkpoint, as SIGTERM does."""
+
+
 class LeaseLost(PassingFault):
     """The loss of a folder: another process may be writing to it, so this one must stop."""
 

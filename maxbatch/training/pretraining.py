@@ -63,6 +63,7 @@ from maxbatch.training.own import (
 )
 from maxbatch.training.programs import INIT, Programs, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
+from maxbatch.training.record.own_end import OwnFeed
 from maxbatch.training.reference import (
     REFERENCE_FILE,
     FoundReference,
@@ -108,6 +109,7 @@ def train(
     config = config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, devices)})
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
+        context.own_end.watch(bool(parts.outputs) or parts.stream is not None)
         return Session(context, open_pretraining(context, parts, concludes), parts.outputs).run()
 
 
@@ -381,6 +383,7 @@ class BuiltPretraining:
         stream, held_out = self._referred_streams()
         feed = Feed(stream, planned.plan.manager, self.steps.shape_for, placement, self.start.position.step)
         stack.enter_context(feed)
+        batches = feed if opened.parts.stream is None else OwnFeed(feed, context.own_end)  # reads the first batch
         making_state = context.background.start(partial(self._state, restored))
         compiled = self.steps.compile_first()
         state: TrainState = making_state.result()
@@ -399,7 +402,7 @@ class BuiltPretraining:
             answers = opened.answers_to(held_out, planned.mesh)
         if answers and is_first():
             log = stack.enter_context(closing(AnswersLog(context.folder, show, self.start.position.step)))
-        return RunningPretraining(opened, planned, self.steps, feed, evaluator, answers, log, adapting), state
+        return RunningPretraining(opened, planned, self.steps, batches, evaluator, answers, log, adapting), state
 
     def _evaluator(self, held_out: Stream | None) -> Evaluator:
         opened, plan, placement = self.opened, self.planned.plan, self.planned.programs.placement

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
 from typing import Generic, NamedTuple
@@ -51,6 +51,7 @@ from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.compile.flags import program_options
 from maxbatch.training.record.board import Board
 from maxbatch.training.record.loggers import TrackedRun, check_loggers, open_loggers, settings_of
+from maxbatch.training.record.own_end import OwnEnd, OwnOutput
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
 from maxbatch.training.record.recorder import Output, Recorder, ThroughputMeter
@@ -127,6 +128,7 @@ class RunContext:
         self.sessions = stack.enter_context(log)
         self.stop = stack.enter_context(StopRequest())
         self.background = stack.enter_context(Background())
+        self.own_end = OwnEnd()
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compiles a program for the devices, with the compiler's flags of the config."""
@@ -151,6 +153,7 @@ class Session(Generic[B]):
 
     def __init__(self, context: RunContext, opened: Opened[B], outputs: Sequence[Output] = ()) -> None:
         self._context, self.opened, self._outputs = context, opened, outputs
+        self._own_end = context.own_end
         self.config, self.console, self.folder = context.config, context.console, context.folder
         self._clock, self._recording = context.sessions, context.config.record
         self.checkpoints = self._open_checkpoints()
@@ -325,6 +328,7 @@ class Session(Generic[B]):
         if self.checkpoints:
             with self._naming_what_is_saved(), self._clock.during(TimePart.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
+        self._context.stop.signal_name = self._own_end.settle(self._fate) or self._context.stop.signal_name
         if self._local and self.is_complete:
             self._local.remove()
         with self._clock.during(TimePart.EVAL):
@@ -373,7 +377,7 @@ class Session(Generic[B]):
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
         log_period, counted = self._recording.log_period, TrainedRecipe.of(self.config.recipe).counted
         yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted)
-        yield from self._outputs
+        yield from (OwnOutput(output, place, self._own_end) for place, output in enumerate(self._outputs))
 
     def train(self, running: Running[B], state: TrainState, recorder: Recorder, profiler: Profiler) -> TrainState:
         """Trains on the fed batches. A run stops and is saved between batches; a batch may serve several updates."""
@@ -381,7 +385,7 @@ class Session(Generic[B]):
         settings = UpdatePlan.from_config(config.plan, self.plan.manager)
         first_step, last_end = self.position.step + 1, self.position.step  # last update that ended its batch
         recorder.restart_clock()
-        for batch in running.feed:
+        for batch in self._until_own_end(running.feed):
             step = batch.planned.step
             if last_end == step - 1 and self._context.stop.before_update():
                 break
@@ -404,7 +408,8 @@ class Session(Generic[B]):
             keeps = self._local is not None and ends_batch and not is_last
             keeps = keeps and is_due(config.local_checkpoint_period, last_end, step)
             pauses = saves or keeps or evaluates or step == first_step or profiler.ends_after(step)
-            if pauses or running.takes_turns:
+            # An output that raises ends the run after the update that it was given, so the next one waits for it.
+            if pauses or running.takes_turns or self._outputs:
                 recorder.catch_up(partial(self._evaluate, running, state, step) if evaluates else None)
             ends_early = evaluates and self._ends_early(recorder.position)
             if pauses:
@@ -422,6 +427,15 @@ class Session(Generic[B]):
         recorder.sync()
         self.position = recorder.position
         return state
+
+    def _until_own_end(self, feed: Iterable[B]) -> Iterator[B]:
+        """Yields the batches ahead until a part of the user's own raises on any host."""
+        batches = iter(feed)
+        while True:
+            batch = next(batches, None)
+            if self._own_end.is_reached() or batch is None:
+                return
+            yield batch
 
     def _evaluate(self, running: Running[B], state: TrainState, step: int) -> Mapping[str, object]:
         with self._clock.during(TimePart.EVAL):
@@ -447,8 +461,11 @@ class Session(Generic[B]):
         try:
             yield
         except (StoreRefused, StoreFailed, StoreFull, LeaseLost) as error:
-            fate = self.checkpoints.fate if self.checkpoints else "nothing is saved"
-            raise PassingFault(f"{error}; {fate}") from error
+            raise PassingFault(f"{error}; {self._fate}") from error
+
+    @property
+    def _fate(self) -> str:
+        return self.checkpoints.fate if self.checkpoints else "nothing is saved"
 
     def _compile_rest(self, running: Running[B]) -> None:
         running.compile_rest()

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sized
 from typing import Protocol
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike
+from numpy.typing import ArrayLike
 
 from maxbatch.config.combined import StreamConfig
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -16,7 +16,10 @@ from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.rows import RowArrays
 from maxbatch.data.stream.samples import Indices, SampleOrigin
 from maxbatch.data.stream.stream import Stream
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.code_names import code_name
+from maxbatch.system.errors import ConfigError, one_line
+
+_LAST_SEGMENT = 2**31 - 1
 
 
 class Samples(Protocol):
@@ -53,13 +56,22 @@ def as_stream(samples: Samples | Stream, config: StreamConfig) -> Stream:
 
 
 class OwnRows:
-    """The rows of a user's samples, checked and completed one by one."""
+    """The rows of a user's samples, checked and completed one by one.
 
-    def __init__(self, samples: Samples, length: int, vocab_size: int) -> None:
+    Args:
+      argument: the argument of `train` that gives them, for messages.
+
+    Raises:
+      ConfigError: there are none, or the first or the last one cannot be used.
+    """
+
+    def __init__(self, samples: Samples, length: int, vocab_size: int, argument: str = "stream") -> None:
         self._samples, self.row_length, self._vocab_size = samples, length, vocab_size
+        self._argument = argument
         self.num_rows = len(samples) if isinstance(samples, Sized) else None
         if self.num_rows == 0:
-            raise ConfigError("stream: holds no samples; works: at least one")
+            raise ConfigError(f"{argument}: holds no samples; works: at least one")
+        self.batch([0] if self.num_rows is None else [0, self.num_rows - 1])
 
     def place(self, index: int) -> SampleOrigin:
         return SampleOrigin(0, index) if self.num_rows is None else SampleOrigin(*divmod(index, self.num_rows))
@@ -77,27 +89,60 @@ class OwnRows:
         return {"samples": self.num_rows, "slots": self.num_rows and self.num_rows * self.row_length}
 
     def _row(self, index: int) -> RowArrays:
-        found = self._samples[self.place(index).row]
+        found = self._read(index)
         row = found if isinstance(found, Mapping) else {"tokens": found}
         if "tokens" not in row:
-            raise ConfigError(f"stream[{index}]: has no tokens; works: {{'tokens': int32[{self.row_length}]}}")
-        tokens = self._array(index, "tokens", row["tokens"], np.int32)
+            raise ConfigError(f"{self._at(index)}: has no tokens; works: {{'tokens': int32[{self.row_length}]}}")
+        tokens = self._whole_numbers(index, "tokens", row["tokens"])
         if tokens.min() < 0 or tokens.max() >= self._vocab_size:
             raise ConfigError(
-                f"stream[{index}]: tokens from {tokens.min()} to {tokens.max()} must be at least 0 and below "
+                f"{self._at(index)}: tokens from {tokens.min()} to {tokens.max()} must be at least 0 and below "
                 f"vocab_size={self._vocab_size}; works: vocab_size={max(2, int(tokens.max()) + 1)}"
             )
-        segments = self._array(index, "segments", row.get("segments", np.ones_like(tokens)), np.int32)
+        segments = self._whole_numbers(index, "segments", row.get("segments", np.ones_like(tokens)))
+        if segments.min() < 0 or segments.max() > _LAST_SEGMENT:
+            raise ConfigError(f"{self._at(index)}: segments must be 1, 2, ... per document, and 0 at padding")
         begins = np.diff(segments, prepend=-1) != 0
-        weights = row.get("weights", ~begins & (segments > 0))
-        return {"tokens": tokens, "segments": segments, "weights": self._array(index, "weights", weights, np.float32)}
+        weights = self._array(index, "weights", row.get("weights", ~begins & (segments > 0)))
+        if weights.dtype.kind not in "biuf" or not np.isfinite(weights).all():
+            raise ConfigError(f"{self._at(index)}: weights must be finite numbers; works: float32[{self.row_length}]")
+        return {
+            "tokens": tokens.astype(np.int32),
+            "segments": segments.astype(np.int32),
+            "weights": weights.astype(np.float32),
+        }
 
-    def _array(self, index: int, name: str, value: ArrayLike, dtype: DTypeLike) -> np.ndarray:
-        array = np.asarray(value)
+    def _at(self, index: int) -> str:
+        return f"{self._argument}[{index}]"
+
+    def _read(self, index: int) -> Mapping[str, ArrayLike] | ArrayLike:
+        """Returns a sample; an error of the user's code gets a note that names the stream."""
+        try:
+            return self._samples[self.place(index).row]
+        except StopIteration as error:  # would end the reading thread in silence
+            raise RuntimeError(f"{self._at(index)}: {code_name(self._samples)} raised StopIteration") from error
+        except Exception as error:
+            error.add_note(f"maxbatch: raised by the stream {code_name(self._samples)}, as {self._at(index)}")
+            raise
+
+    def _whole_numbers(self, index: int, name: str, value: ArrayLike) -> np.ndarray:
+        array = self._array(index, name, value)
+        if array.dtype.kind not in "iu":
+            raise ConfigError(
+                f"{self._at(index)}: {name} of type {array.dtype} must be whole numbers; "
+                f"works: int32[{self.row_length}]"
+            )
+        return array
+
+    def _array(self, index: int, name: str, value: ArrayLike) -> np.ndarray:
+        try:
+            array = np.asarray(value)
+        except ValueError as error:  # a list of lists of several lengths
+            raise ConfigError(f"{self._at(index)}: {name} is no array ({one_line(error)})") from error
         if array.shape != (self.row_length,):
             raise ConfigError(
-                f"stream[{index}]: {name} of shape {array.shape} must be ({self.row_length},), a row of "
+                f"{self._at(index)}: {name} of shape {array.shape} must be ({self.row_length},), a row of "
                 f"max_target_length={self.row_length} tokens"
                 + (f"; works: max_target_length={array.size}" if array.ndim == 1 and array.size > 1 else "")
             )
-        return array.astype(dtype)
+        return array

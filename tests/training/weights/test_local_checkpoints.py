@@ -35,7 +35,7 @@ ONE = jax.devices()[:1]
 STEPS, PERIOD, LOST_AT = 10, 2, 8
 
 
-class Lost(Exception):
+class Lost(BaseException):
     """The end of a machine."""
 
 
