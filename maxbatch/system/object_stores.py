@@ -175,8 +175,9 @@ def file_system(scheme: str) -> FileSystem:
     import fsspec
 
     try:
-        found: FileSystem = fsspec.filesystem(scheme)
-        return found
+        files: FileSystem = fsspec.filesystem(scheme)
+        STORES[scheme].try_once(files)
+        return files
     except Exception as error:  # unreadable credentials, for example
         raise meaning(error, f"{scheme}://") from error
 

@@ -32,7 +32,7 @@ class Plan:
     share: float = 0.0  # of the requests that fail
     at_most: int | None = None  # requests that fail, from the first on; None for any number
     # Of them: a status, `reset`, `truncate` (of what is read), `half` (the same, with a fitting length), `pause`,
-    # or `lost`: done, and answered by 425.
+    # or done and their answer lost: `lost` is answered by 425, `lost-503` by 503, `lost-reset` by a broken connection.
     kinds: tuple[str, ...] = ("503", "429", "reset", "truncate")
     seed: int = 0
     delay_s: float = 0.0  # added to every request
@@ -163,13 +163,10 @@ class _Handler(BaseHTTPRequestHandler):
             time.sleep(plan.pause_s)
             return False
         if kind == "reset":
-            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-            self.close_connection = True
-            self.connection.close()
-            self._log(0)
+            self._reset()
             return True
-        if kind == "lost":
-            self.loses = True
+        if kind.startswith("lost"):
+            self.loses = kind
             return False
         if kind in ("truncate", "half"):
             if self.command != "GET":
@@ -178,7 +175,14 @@ class _Handler(BaseHTTPRequestHandler):
             return False
         return self._refuse(int(kind))
 
-    truncates = halves = loses = False
+    truncates = halves = False
+    loses = ""
+
+    def _reset(self) -> None:
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+        self.close_connection = True
+        self.connection.close()
+        self._log(0)
 
     def _log(self, status: int) -> None:
         self.server.log.append([self.started, self.command, unquote(self.path), self.size, status])
@@ -206,9 +210,12 @@ class _Handler(BaseHTTPRequestHandler):
             if name and "x-amz-date" not in self.headers:
                 self._note_generation(name, data)
         truncates, self.truncates = self.truncates, False
-        loses, self.loses = self.loses, False
+        loses, self.loses = self.loses, ""
+        if loses == "lost-reset":
+            self._reset()
+            return
         if loses:
-            self._refuse(425)
+            self._refuse(503 if loses == "lost-503" else 425)
             return
         halves, self.halves = self.halves, False
         sent = data[: len(data) // 2] if halves else data

@@ -94,7 +94,7 @@ def test_a_range_is_read_by_one_request(store: Store) -> None:
     assert pickle.loads(pickle.dumps(path)) == path and is_remote(path) and is_remote(str(path))
 
 
-# No client tries again what is answered so; 503, 429 and broken connections they do, and hide that nobody else does.
+# What no client would try again by itself; 503, 429 and broken connections they would, were it not left to us.
 OURS_ALONE = ("425",)
 REQUESTS: dict[str, Callable[[RemotePath, Path], object]] = {
     "write_bytes": lambda there, here: there.write_bytes(b"new"),
@@ -149,12 +149,15 @@ def test_an_answer_of_200_with_half_a_body_is_asked_for_again(
     assert expected
 
 
+@pytest.mark.parametrize(("kind", "status"), [("lost", 425), ("lost-503", 503), ("lost-reset", 0)])
 @pytest.mark.parametrize("name", ["write_bytes", "upload", "copy", "unlink"])
-def test_what_was_done_and_whose_answer_was_lost_is_done(store: Store, name: str, tmp_path: Path) -> None:
+def test_what_was_done_and_whose_answer_was_lost_is_done(
+    store: Store, name: str, kind: str, status: int, tmp_path: Path
+) -> None:
     there, here = an_object_and_a_file(store, tmp_path)
-    with store.failing(share=1.0, at_most=1, kinds=("lost",), matching="^(PUT|POST|DELETE)"):
+    with store.failing(share=1.0, at_most=2, kinds=(kind,), matching="^(PUT|POST|DELETE)"):
         REQUESTS[name](there, here)
-    assert [status for *_, status in store.requests()].count(425) == 1
+    assert [answered for *_, answered in store.requests()].count(status) == 2
     expected = {"copy": {"copy": b"old", "x": b"old"}, "unlink": {}}.get(name, {"x": b"new"})
     assert {path.name: path.read_bytes() for path, _ in there.parent.files()} == expected
 

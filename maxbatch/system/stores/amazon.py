@@ -28,6 +28,7 @@ class S3Files(FileSystem, Protocol):
     """The file system of s3fs."""
 
     loop: object
+    retries: int
 
     def call_s3(self, method: str, **request: object) -> dict[str, Any]: ...
 
@@ -46,7 +47,13 @@ class Amazon:
 
     def configure(self, conf: dict[str, object]) -> None:
         pool = {"max_pool_connections": MAX_REQUESTS}
-        conf.setdefault("config_kwargs", {"connect_timeout": CONNECT_S, "read_timeout": READ_S, **pool})
+        stated = conf.get("config_kwargs")
+        settings = {"connect_timeout": CONNECT_S, "read_timeout": READ_S, **pool}
+        settings |= stated if isinstance(stated, dict) else {}
+        conf["config_kwargs"] = settings | {"retries": {"total_max_attempts": 1}}
+
+    def try_once(self, files: S3Files) -> None:
+        files.retries = 1  # beside botocore's own, which `configure` ends
 
     def version(self, files: S3Files, bucket: str, name: str) -> str:
         return str(files.call_s3("head_object", Bucket=bucket, Key=name)["ETag"])

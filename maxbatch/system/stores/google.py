@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import hashlib
 import importlib.util
@@ -16,12 +17,15 @@ from urllib.parse import quote
 
 from maxbatch.system.stores.store import CONNECT_S, LOST, READ_S, Content, FileSystem
 
+_TOKEN_S = 1.0  # until a request that was refused for its token is made once more
+
 
 class GoogleFiles(FileSystem, Protocol):
     """The file system of gcsfs."""
 
     base: str
 
+    async def _request(self, *arguments: object, **options: object) -> object: ...
     def url(self, path: str) -> str: ...
     def call(self, method: str, path: str, **request: object) -> Any: ...
 
@@ -43,6 +47,23 @@ class Google:
             import aiohttp
 
             conf["requests_timeout"] = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S, sock_read=READ_S)
+
+    def try_once(self, files: GoogleFiles) -> None:
+        from gcsfs.retry import HttpError
+
+        repeated = type(files)._request
+        request = getattr(repeated, "__wrapped__", repeated)
+
+        async def once(*arguments: object, **options: object) -> object:
+            try:
+                return await request(files, *arguments, **options)
+            except HttpError as error:
+                if error.code != HTTPStatus.UNAUTHORIZED:
+                    raise
+            await asyncio.sleep(_TOKEN_S)  # the token expired on the way, and nothing was done
+            return await request(files, *arguments, **options)
+
+        files._request = once  # type: ignore[method-assign]
 
     def version(self, files: GoogleFiles, bucket: str, name: str) -> str:
         return str(files.call("GET", _object(bucket, name), json_out=True)["generation"])

@@ -52,6 +52,13 @@ class ObjectStore(Protocol[Files]):
     def configure(self, conf: dict[str, object]) -> None:
         """Completes fsspec's settings of the scheme, and the environment, before a client is made."""
 
+    def try_once(self, files: Files) -> None:
+        """Leaves further tries of a request to `persist`.
+
+        A request that its client repeats unseen may meet its own effect: a removed object is not found, and a
+        condition on a version no longer holds. `persist` counts the tries, and so can tell.
+        """
+
     def version(self, files: Files, bucket: str, name: str) -> str:
         """Returns the version of an object; raises FileNotFoundError if there is none."""
 
