@@ -157,9 +157,22 @@ def _unheld_micro_batch(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:
     if micro % shards:
         return Refusal(config, key, f"{product} must be divisible by the {shards} batch shards", {key: works})
     parts = nearest_divisor(int(micro) // shards, unit.num_pipeline_microbatches, unit.num_pipeline_stages)
+    rule = f"the micro-batch of {micro} must be divisible by {unit}"
     if parts:
-        key, works = "num_pipeline_microbatches", Fraction(parts)
-    return Refusal(config, key, f"the micro-batch of {micro} must be divisible by {unit}", {key: works})
+        key = "num_pipeline_microbatches"
+        return Refusal(config, key, rule, {key: Fraction(parts)})
+    return Refusal(config, key, rule, _padded_batch(config, int(micro), unit))
+
+
+def _padded_batch(config: PlanConfig, micro: int, unit: MicrobatchUnit) -> dict[str, Value]:
+    """Returns settings that keep a batch whose passes of `micro` rows are too few for the pipeline: padded passes."""
+    passes = config.batch.gradient_accumulation_steps
+    batch: dict[str, Value] = {"global_batch_size": micro * (passes or 1), "batch_padding": True}
+    if passes is not None:
+        batch["gradient_accumulation_steps"] = None
+    if micro < unit.rows:
+        batch["per_device_batch_size"] = unit.rows_per_device  # a pass must hold a row of every part
+    return batch
 
 
 def _unheld_share(config: PlanConfig, unit: MicrobatchUnit) -> Refusal:

@@ -74,6 +74,7 @@ def _take_sources(t: Translation, sources: list[dict[str, str]], settings: Mappi
         t.map("datasets", "its files, at that path; state dataset_type if they are not jsonl", **settings)
 
 
+_MOST_WARMUP = 100  # updates, unless the file states the warmup
 _PAIR_KINDS = ("chat_template.default", "chat_template.argilla")
 _OF_PAIRS = {"use_dpo": "true", "packing": "false", "dataset_type": "jsonl"}
 _BETAS = ("trl.beta", "rl_beta", "dpo_beta", "orpo_alpha")  # the first stated one applies
@@ -142,7 +143,7 @@ FORMAT = Format(
     {
         "passes": _passes,
         "length": lambda t, _: length(t, "num_epochs"),
-        "rates": lambda t, word: rates(t, word, math.floor),
+        "rates": lambda t, word: rates(t, word, math.floor, _MOST_WARMUP),
         "base_model": _base_model,
         "sources": _sources,
         "weight": _weight,

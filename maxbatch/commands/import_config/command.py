@@ -34,6 +34,7 @@ from maxbatch.commands.import_config.translation import (
     Stated,
     Translation,
 )
+from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
@@ -43,8 +44,10 @@ from maxbatch.config.values import TEXTS, first_of, shown, shown_path, value_tex
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
 from maxbatch.data.stream.mixture import read_mixture
+from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import MOST_DEVICES
 from maxbatch.plan.stages import stated_batches
+from maxbatch.plan.view import equation
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded, folded_rows, printable, terminal_width
@@ -55,12 +58,12 @@ _WIDEST = 44  # columns of a word or a value
 
 FORMATS: Mapping[str, Format] = {
     "maxtext": maxtext.FORMAT, "hf": hf.FORMAT, "deepspeed": deepspeed.FORMAT, "axolotl": axolotl.FORMAT,
-    "megatron": megatron.FORMAT, "trl": trl.FORMAT,
+    "megatron": megatron.FORMAT, "nemo": megatron.NEMO, "trl": trl.FORMAT,
 }  # fmt: skip
 
 # Frameworks without a converter: their files are recognised by these words, and only their batch is explained.
 ANSWERED = {"verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size")}
-_NAMES = (*FORMATS, *ANSWERED, "nemo", "auto")
+_NAMES = (*FORMATS, *ANSWERED, "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -71,7 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     skip = "leave out unsupported words, unless one states the batch, the length, the data or the model"
     one = "number of the command to read, from 1, if several in a shell file train"
     parser.add_argument("--command", metavar="N", type=count, help=one)
-    devices = "processes of TRL, one per device; its batch is counted per process"
+    devices = "devices of a run, for which the batch is printed; TRL counts its batch on them"
     parser.add_argument("--devices", metavar="N", type=count, help=devices)
     parser.add_argument("--skip-unsupported", action="store_true", help=skip)
 
@@ -88,12 +91,9 @@ def run(args: argparse.Namespace) -> int:
         raise ConfigError(f"--command {args.command}: is for shell files, and {shown_path(path)} is YAML or JSON")
     if args.devices is not None:
         check_at_most("--devices", args.devices, MOST_DEVICES)
-    known = {"auto": None, "nemo": "megatron"}.get(args.format, args.format)
-    name = known or recognised_format(path, args.command)
+    name = recognised_format(path, args.command) if args.format == "auto" else args.format
     translation, notes = translated(name, path, args.command, args.devices)
     name = translation.framework
-    if args.devices is not None and name != "trl":
-        raise ConfigError(f"--devices {args.devices}: is for trl; works: --devices left out")
     _print(translation, name)
     for line in notes:
         note(line)
@@ -101,6 +101,8 @@ def run(args: argparse.Namespace) -> int:
     text = written(translation, f"{FRAMEWORKS[name]}'s {path.name}")
     _refuse_existing(output)
     write_atomically(output, text)
+    if args.devices is not None:
+        _print_batch(load_config(output), args.devices)
     waits = sum(fate.fate == NEEDS_YOU for fate in translation.fates)
     if waits:
         note(f"{waits} of the words need a step of yours before maxbatch train; the table gives each")
@@ -118,6 +120,8 @@ def translated(
     words, notes = maxtext_files.read(path, command) if name == "maxtext" else (_read(path, command), [])
     if name == "hf" and trl.is_of_responses(words):
         name = "trl"
+    if name == "megatron" and megatron.is_of_nemo(words):
+        name = "nemo"
     if name in ANSWERED:
         raise ConfigError(f"{shown_path(path)}: {_answer(name, words)}")
     form = FORMATS[name]
@@ -192,8 +196,18 @@ def _print(translation: Translation, name: str) -> None:
     except KeyError:
         return  # the batch is not stated
     print()
-    for language, equation in ((FRAMEWORKS[name], there), ("maxbatch", here)):
-        print(folded(f"{language}: {printable(equation, keep='')}", 2, terminal_width()))
+    for language, batch in ((FRAMEWORKS[name], there), ("maxbatch", here)):
+        print(folded(f"{language}: {printable(batch, keep='')}", 2, terminal_width()))
+
+
+def _print_batch(config: Config, devices: int) -> None:
+    """Prints the batch of the written config on a number of devices, or what `plan` refuses there."""
+    try:
+        batch = equation(BatchPlan.from_config(config.plan, devices))
+    except ConfigError as error:
+        note(f"maxbatch plan --devices {devices} refuses it: {error}")
+    else:
+        print(folded(f"{devices} devices: {batch}", 2, terminal_width()))
 
 
 def _refuse_unsupported(fates: list[Fate], skip: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 
 from maxbatch.commands.import_config.table import Format
@@ -26,6 +27,11 @@ _SCHEDULES = {"CosineAnnealing": "cosine", "cosine": "cosine", "constant": "cons
 _SCOPES = {"aux_loss": "sequence", "seq_aux_loss": "sequence", "global_aux_loss": "global", "none": ""}
 
 
+def is_of_nemo(words: Iterable[str]) -> bool:
+    """Returns whether words are paths of NeMo's configs."""
+    return any(word.startswith(("trainer.", "exp_manager.", "model.")) for word in words)
+
+
 def _nemo(t: Translation, _: str) -> None:
     """Takes NeMo's paths as Megatron-LM's arguments."""
     for word in list(t.left()):
@@ -42,14 +48,16 @@ def _nemo(t: Translation, _: str) -> None:
 def _batch(t: Translation, _: str) -> None:
     """Takes micro-batch, global batch and ramp.
 
-    Its micro-batch is the pipeline's. Here a pass has one of them per stage, and p counts rows per device.
+    One of its micro-batches is the rows of a replica. Where the global batch is stated, a pass here has one of them for
+    each stage of the pipeline, so that the parts in the pipeline are its micro-batches.
     """
-    tensor, context = (int(t.number(word) or 1) for word in ("tensor_model_parallel_size", "context_parallel_size"))
-    in_stage = tensor * context
     micro, batch = t.number("micro_batch_size"), t.text("global_batch_size")
+    is_stated = bool(batch) or "step_batch_size_schedule" in t
     if micro:
-        rows = plain_number(Fraction(int(micro), in_stage))
-        why = "" if in_stage == 1 else f"a replica is split over {in_stage} devices"
+        stages = int(t.settings.get("ici_pipeline_parallelism", "1"))
+        in_pass = stages if is_stated else 1
+        rows = plain_number(Fraction(int(micro)) * in_pass / t.replica)
+        why = "; ".join(filter(None, (t.replica_in_words(), f"{stages} micro-batches in a pass" * (in_pass > 1))))
         t.map("micro_batch_size", why, per_device_batch_size=str(rows))
     ramp = t.items("rampup_batch_size")
     if len(ramp) == 1:
@@ -66,15 +74,43 @@ def _batch(t: Translation, _: str) -> None:
     elif "rampup_batch_size" in t:
         t.refuse("rampup_batch_size", "START INCREMENT SAMPLES beside global_batch_size", is_essential=True)
     if "step_batch_size_schedule" in t:
-        words = (word.partition(":") for word in t.text("step_batch_size_schedule").replace(",", " ").split())
-        ours = " ".join(f"{left}:{right}" if left in ("0",) else f"{left}t:{right}" for left, _, right in words)
-        t.map("step_batch_size_schedule", "thresholds in tokens", batch_size_schedule=ours)
-        if batch:
-            t.ignore("global_batch_size", "the schedule states it")
+        _step_schedule(t)
     elif batch:
         t.map("global_batch_size", "kept on any number of devices", global_batch_size=batch)
     elif micro:
         t.settings["gradient_accumulation_steps"] = "1"
+
+
+def _step_schedule(t: Translation) -> None:
+    """Takes the schedule of steps; Megatron-LM sorts it, and counts thresholds in tokens, as whole samples."""
+    word, length = "step_batch_size_schedule", t.number("seq_length")
+    pairs = [entry.partition(":") for entry in t.text(word).replace(",", " ").split()]
+    numbers = [(_counted(threshold), _counted(batch)) for threshold, _, batch in pairs]
+    if not numbers or any(None in pair for pair in numbers):
+        t.refuse(word, "TOKENS:BATCH ..., with suffixes K, M, B and T", is_essential=True)
+        return
+    tokens_of_unit, unit = (int(length), "") if length else (1, "t")
+    stages = sorted((threshold // tokens_of_unit, batch) for threshold, batch in numbers if threshold is not None)
+    thresholds = [threshold for threshold, _ in stages]
+    if thresholds[0] != 0 or len(set(thresholds)) < len(thresholds):
+        t.refuse(word, "thresholds that differ by samples, the first 0", is_essential=True)
+        return
+    schedule = " ".join(f"{threshold}{unit if threshold else ''}:{batch}" for threshold, batch in stages)
+    why = "thresholds in samples: tokens / seq_length, rounded down as there" if length else "thresholds in tokens"
+    t.map(word, why, batch_size_schedule=schedule)
+    if "global_batch_size" in t:
+        t.refuse("global_batch_size", f"one of it and {word}, as Megatron-LM asks too", is_essential=True)
+
+
+_SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+
+
+def _counted(text: str) -> int | None:
+    """Returns a number with Megatron-LM's suffixes, in any case; None for other text."""
+    text = text.strip().upper()
+    factor = _SUFFIXES.get(text[-1:], 1)
+    number = read_number(text[:-1] if factor > 1 else text) if text != "0" else Fraction(0)
+    return None if number is None else int(number * factor)
 
 
 _LENGTHS = (("train_samples", "samples", "train_samples"), ("train_iters", "iters", "steps"))
@@ -95,7 +131,7 @@ def _rates(t: Translation, _: str) -> None:
     total = _total(t)
     share = _warmup(t, total)
     peak, last = t.number("lr"), t.number("min_lr")
-    if peak and last is not None and "min_lr" in t:
+    if peak and last is not None:
         t.map("min_lr", "last rate / peak", learning_rate_final_fraction=f"{min(1.0, last / peak):.12g}")
     else:
         t.settings["learning_rate_final_fraction"] = "0"
@@ -191,7 +227,10 @@ def _split(t: Translation, word: str) -> None:
 
 def _data(t: Translation, word: str) -> None:
     items = t.items(word)
-    items = items[0].split() if len(items) == 1 else items
+    if len(items) == 1:
+        text = items[0].strip()
+        is_list = text.startswith("[") and text.endswith("]")  # of Hydra
+        items = [item.strip("'\" ") for item in text[1:-1].split(",")] if is_list else text.split()
     path = ";".join(items)
     if len(items) > 1:
         weights = items[::2]
@@ -209,7 +248,8 @@ def _equation(t: Translation) -> tuple[str, str]:
     batch = t.settings.get("global_batch_size") or t.settings.get("batch_size_schedule", "")
     micro = t.text("micro_batch_size")
     if not batch:
-        return f"global batch = micro-batch-size {micro} x data-parallel size", f"per_device_batch_size {p} x devices"
+        size = "data-parallel size" if t.replica == 1 else f"data-parallel size (GPUs / {t.replica})"
+        return f"global batch = micro-batch-size {micro} x {size}", f"per_device_batch_size {p} x devices"
     batch = shown(batch)
     there = f"global batch {batch} = micro-batch-size {micro} x data-parallel size x microbatches"
     name = "global_batch_size" if "global_batch_size" in t.settings else "batch_size_schedule"
@@ -233,3 +273,4 @@ FORMAT = Format(
     },
     TRAINER,
 )  # fmt: skip
+NEMO = Format("nemo", _equation, {}, parent=FORMAT)

@@ -12,7 +12,9 @@ file, and `words` the rows, in the order in which words are taken:
            is A, B; not A, B      the value is (not) one of these, * for any text; `empty`: no value
            = N, < N, > N, >= N    the value as a number
     here   KEY, KEY=VALUE ...     settings of ours; {} is the word's value, {NAME} another word's value; {bool}, {not}
-                                  and {int}: the value as a switch, the opposite switch, a whole number
+                                  and {int}: the value as a switch, the opposite switch, a whole number; {rows}: rows
+                                  of a replica, as rows of each of its devices
+           x KEY                  devices that hold one replica between them: the word's value multiplies the axis
            ? KEY=VALUE ...        settings that need a step by the user, which `why` gives
            -                      ignored: no effect on training
            !, !!                  not supported; !!: it states the batch, the length, the data or the model
@@ -138,12 +140,15 @@ class Format:
             t.rename(word, rest)
         elif kind == "assume":
             t.assume(settings(rest))
+        elif kind == "x":
+            t.split(word, rest, why)
         elif not word:
             t.settings |= _filled(t, word, row.here)
         elif kind == "?":
             t.need(word, why, **_filled(t, word, rest))
         else:
-            t.map(word, why, **_filled(t, word, row.here))
+            of_replica = t.replica_in_words() if "{rows}" in row.here else ""
+            t.map(word, "; ".join(filter(None, (of_replica, why))), **_filled(t, word, row.here))
 
 
 def _words_of(block: list[Row], t: Translation) -> Iterator[str]:
@@ -180,6 +185,8 @@ def _filled(t: Translation, word: str, here: str) -> dict[str, str]:
         name = found[1]
         if name in ("bool", "not"):
             return "true" if t.is_true(word) == (name == "bool") else "false"
+        if name == "rows":
+            return t.rows_of_device(word)
         return str(int(t.number(word) or 0)) if name == "int" else t.text(name or word)
 
     settings = {name: text if given else "{}" for name, given, text in (part.partition("=") for part in here.split())}

@@ -34,10 +34,16 @@ def length(t: Translation, epochs: str) -> None:
     t.map(epochs, num_epochs=t.text(epochs))
 
 
-def rates(t: Translation, word: str, whole: Callable[[float], int]) -> None:
-    """Takes the learning-rate schedule and its warmup; `whole` rounds the warmup to steps as the other program does."""
+def rates(t: Translation, word: str, whole: Callable[[float], int], most: int | None = None) -> None:
+    """Takes the learning-rate schedule and its warmup.
+
+    `whole` rounds the warmup to steps as the other program does; `most` bounds a warmup that the file does not state.
+    """
     kind = t.text(word).lower()
-    warmup = _warmup(t, whole)
+    warmup = _warmup(t, whole, most)
+    if kind == "cosine_with_min_lr":
+        _cosine_to_least_rate(t, word)
+        return
     schedule = {
         "linear": {"learning_rate_schedule": "wsd", "learning_rate_final_fraction": "0",
                    "wsd_decay_steps_fraction": f"{1 - warmup:.12g}"},
@@ -46,7 +52,7 @@ def rates(t: Translation, word: str, whole: Callable[[float], int]) -> None:
         "constant_with_warmup": {"learning_rate_schedule": "constant"},
     }.get(kind)  # fmt: skip
     if schedule is None:
-        t.refuse(word, "linear, cosine, constant or constant_with_warmup")
+        t.refuse(word, "linear, cosine, cosine_with_min_lr, constant or constant_with_warmup")
     else:
         t.map(word, "after the warmup, to the end of the run", **schedule)
     ratio = t.number("cosine_min_lr_ratio")
@@ -54,12 +60,38 @@ def rates(t: Translation, word: str, whole: Callable[[float], int]) -> None:
         t.map("cosine_min_lr_ratio", learning_rate_final_fraction=t.text("cosine_min_lr_ratio"))
 
 
-def _warmup(t: Translation, whole: Callable[[float], int]) -> float:
+_OF_SCHEDULE = "lr_scheduler_kwargs"
+
+
+def _cosine_to_least_rate(t: Translation, word: str) -> None:
+    """Takes Hugging Face's cosine_with_min_lr; its last rate is one of the schedule's arguments."""
+    t.expand(_OF_SCHEDULE)
+    rate, share, peak = (f"{_OF_SCHEDULE}.min_lr", f"{_OF_SCHEDULE}.min_lr_rate", "learning_rate")
+    stated = [name for name in (rate, share) if name in t]
+    least, most = t.number(stated[0]) if len(stated) == 1 else None, t.number(peak)
+    if least is None or not most:
+        t.refuse(word, f"min_lr or min_lr_rate in {_OF_SCHEDULE}, a number, beside learning_rate")
+        return
+    fraction = f"{least if stated == [share] else least / most:.12g}"
+    final = {"learning_rate_schedule": "cosine", "learning_rate_final_fraction": fraction}
+    t.map(word, "after the warmup, to the end of the run", **final)
+    t.map(stated[0], "last rate / peak", learning_rate_final_fraction=fraction)
+    half = f"{_OF_SCHEDULE}.num_cycles"
+    if half in t and t.number(half) == 0.5:
+        t.ignore(half, "half a wave")
+    elif half in t:
+        t.refuse(half, "0.5, half a wave")
+
+
+def _warmup(t: Translation, whole: Callable[[float], int], most: int | None) -> float:
     """Takes the warmup; returns it as a share of the run."""
     steps, updates, ratio = _steps_of(t), t.number("warmup_steps") or 0.0, t.number("warmup_ratio") or 0.0
     if updates >= 1:
         if steps is None:
-            t.refuse("warmup_steps", "a share of the run: state warmup_ratio, or max_steps beside it")
+            step = f"state warmup_steps_fraction = {updates:g} / the updates of the run, which maxbatch plan prints as "
+            t.need("warmup_steps", f"{step}total_steps", warmup_steps_fraction="0")
+            if "warmup_ratio" not in t:
+                t.drop("warmup_ratio")
             return 0.0
         share = min(1.0, updates / steps)
         t.map("warmup_steps", "warmup steps / steps", warmup_steps_fraction=f"{share:.12g}")
@@ -69,8 +101,10 @@ def _warmup(t: Translation, whole: Callable[[float], int]) -> float:
             t.drop("warmup_ratio")
         return share
     share, why = min(1.0, updates or ratio), ""
+    is_default = not updates and "warmup_ratio" not in t
     if share and steps:
         share = min(1.0, whole(share * steps) / steps)
+        share = min(share, most / steps) if most and is_default else share
         why = f"rounded {'up' if whole is math.ceil else 'down'} to whole steps, as there"
     elif share:
         why = f"there rounded {'up' if whole is math.ceil else 'down'} to whole steps; max_steps would fix it here"
@@ -111,12 +145,38 @@ def seeds(t: Translation, word: str) -> None:
     t.map(word, init_weights_seed=seed, data_shuffle_seed=data)
 
 
+def _period(t: Translation, word: str) -> int | None:
+    """Returns a period in updates; a number below 1 is a share of them, rounded up. None: no number, or no length."""
+    period, steps = t.number(word), _steps_of(t)
+    if period is None or period <= 0:
+        return None
+    if period >= 1:
+        return int(period)
+    return math.ceil(period * steps) if steps else None
+
+
+def _periods(t: Translation, _: str) -> None:
+    """Takes the periods of checkpoints and logs, which do not affect training."""
+    for word, key in (("save_steps", "checkpoint_period"), ("logging_steps", "log_period")):
+        number, period = t.number(word), _period(t, word)
+        if period is not None:
+            share = number is not None and number < 1
+            t.map(word, "a share of max_steps, rounded up as there" if share else "", **{key: str(period)})
+        elif t.text(word):
+            t.ignore(word, f"a share of the updates, whose number is unknown here: {key} counts them")
+
+
 def _evaluation(t: Translation, word: str) -> None:
     """Takes the period of evals, which does not affect training."""
     strategy = t.text("eval_strategy")
     if strategy == "steps" or (not strategy and "eval_steps" in t):
-        period = t.number("eval_steps") or t.number("logging_steps") or 1
-        t.map("eval_strategy" if strategy else "eval_steps", eval_interval=str(max(1, int(period))))
+        given = "eval_steps" if "eval_steps" in t else "logging_steps"
+        source, period = "eval_strategy" if strategy else "eval_steps", _period(t, given)
+        if period is None and given in t:
+            why = "a share of the updates, whose number is unknown here: state eval_interval"
+            t.need(source, why, eval_interval="-1")
+        else:
+            t.map(source, eval_interval=str(period or 1))
     elif strategy:
         t.map("eval_strategy", "" if strategy == "no" else "evals run every eval_interval updates", eval_interval="-1")
 
@@ -139,11 +199,14 @@ def per_device_equation(p: str) -> Equation:
     """Returns the equation of a batch stated by rows per device (`p`) and passes."""
 
     def equation(t: Translation) -> tuple[str, str]:
-        rows, steps = t.settings.get("per_device_batch_size", "?"), t.settings.get("gradient_accumulation_steps")
+        """Raises KeyError if the batch is not known."""
+        rows = t.settings.get("per_device_batch_size", "?")
+        replicas = "GPUs" if t.replica == 1 else f"GPUs / {t.replica} of a replica"
         if batch := t.settings.get("global_batch_size"):
-            there = f"train_batch_size {batch} = {p} x gradient_accumulation_steps x GPUs"
+            there = f"train_batch_size {batch} = {p} x gradient_accumulation_steps x {replicas}"
             return there, f"global_batch_size {batch}, in passes of at most per_device_batch_size {rows} x devices"
-        there = f"{p} {rows} x gradient_accumulation_steps {steps} x GPUs"
+        steps = t.settings["gradient_accumulation_steps"]
+        there = f"{p} {t.text(p)} x gradient_accumulation_steps {steps} x {replicas}"
         return there, f"per_device_batch_size {rows} x devices x gradient_accumulation_steps {steps}"
 
     return equation
@@ -155,5 +218,8 @@ def _of_no_batch(t: Translation) -> tuple[str, str]:
 
 TRAINER = Format(
     "trainer", _of_no_batch,
-    {"optimizer": optimizer, "betas": betas, "seeds": seeds, "evaluation": _evaluation, "targets": _targets},
+    {
+        "optimizer": optimizer, "betas": betas, "seeds": seeds, "evaluation": _evaluation, "periods": _periods,
+        "targets": _targets,
+    },
 )  # fmt: skip

@@ -10,19 +10,20 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
+from fractions import Fraction
 from typing import NamedTuple
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
 from maxbatch.config.keys import Fixes, Part
 from maxbatch.config.loading import load_config
 from maxbatch.config.sections import KEYS
-from maxbatch.config.values import shown
+from maxbatch.config.values import plain_number, shown
 from maxbatch.config.words import Word, look_up
 from maxbatch.system.errors import ConfigError
 
 Stated = str | list[object]  # a value as written, or a list
 
-BESIDE = {"megatron": "nemo", "trl": "hf"}  # frameworks whose words are read together
+BESIDE = {"megatron": "nemo", "nemo": "megatron", "trl": "hf"}  # frameworks whose words are read together
 MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
 # Values at which an unsupported word has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")
@@ -32,6 +33,10 @@ _OBJECTIVE = re.compile(
 )
 _VARIABLE = re.compile(r"\$\{?([A-Za-z_]\w*)")  # of a shell, not set in a file
 _OF_MODEL = "the named model's file overrides it in MaxText"
+# The axes that split one replica over devices.
+SPLIT_AXES = frozenset(
+    f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline")
+)
 _ONE_IS_NOTHING = ("parallelism", "num_experts", "num_experts_per_tok", "_factor", "_size", "_degree", "mscale")
 
 
@@ -140,6 +145,19 @@ class Translation:
         self._written[name] = word
         self._left = dict.fromkeys(name if left == word else left for left in self._left if left != name)
 
+    def expand(self, word: str) -> None:
+        """Replaces a word whose value is a mapping as JSON by its words: `a={"b": 1}` is `a.b=1`."""
+        try:
+            inner = json.loads(self.text(word).replace("'", '"'))
+        except (ValueError, RecursionError):
+            return
+        if word not in self._left or not isinstance(inner, dict) or not inner:
+            return
+        del self._stated[word]
+        flat = {f"{word}.{name}": value for name, value in inner.items()}
+        self._stated |= {name: v if isinstance(v, str | list) else json.dumps(v) for name, v in flat.items()}
+        self._left = dict.fromkeys(name for left in self._left for name in (flat if left == word else [left]))
+
     def excuse(self, is_default: Callable[[str, Stated], bool]) -> None:
         """Treats words without a counterpart as unstated if they have the other program's defaults."""
         self._is_default = is_default
@@ -183,6 +201,32 @@ class Translation:
         self._words |= dict.fromkeys(settings, word)
         said = " ".join(f"{name}={shown(text)}" for name, text in settings.items())
         self._tell(word, fate, ": ".join(text for text in (said, why) if text))
+
+    def split(self, word: str, axis: str, why: str = "") -> None:
+        """Takes a word as devices that hold one replica between them, a factor of a mesh axis."""
+        number = self.number(word)
+        if number is None or number < 1 or not number.is_integer():
+            self.refuse(word, "a whole number of devices, from 1", is_essential=True)
+        elif number == 1:
+            self.ignore(word, "1 has no effect")
+        else:
+            self.map(word, why, **{axis: str(int(number) * int(self.settings.get(axis, "1")))})
+
+    @property
+    def replica(self) -> int:
+        """Devices that hold one replica between them."""
+        return math.prod(int(self.settings.get(axis, 1)) for axis in SPLIT_AXES)
+
+    def rows_of_device(self, word: str) -> str:
+        """Returns a word's rows of a replica as rows of each of its devices; text that is no number as it is."""
+        try:
+            return str(plain_number(Fraction(self.text(word).replace("_", "")) / self.replica))
+        except (ValueError, ZeroDivisionError):
+            return self.text(word)
+
+    def replica_in_words(self) -> str:
+        """Returns the reason why a device has less rows than a replica; "" if a replica is one device."""
+        return "" if self.replica == 1 else f"a replica is split over {self.replica} devices"
 
     def ignore(self, word: str, why: str) -> None:
         """Ignores a word without effect on training."""
@@ -325,8 +369,8 @@ def _may_state_run(name: str) -> bool:
 
 
 def _states_run(name: str) -> bool:
-    """Returns whether a key states the batch, the length, the data or the model."""
+    """Returns whether a key states the batch, the devices of a replica, the length, the data or the model."""
     key = KEYS[name]
     stated = Fixes.BATCH | Fixes.STREAM | Fixes.PROMPTS | Fixes.ADAPTERS | Fixes.FORM
     is_model = name in ("model_name", "load_parameters_path", "load_full_state_path")
-    return is_model or key.part is Part.LENGTH or bool(key.fixes & stated)
+    return is_model or name in SPLIT_AXES or key.part is Part.LENGTH or bool(key.fixes & stated)

@@ -69,7 +69,7 @@ def test_it_never_writes_over_a_file(folder: Path, capsys: pytest.CaptureFixture
         (["axolto", f"{'a long folder/' * 8}m.yml"], f"works: maxbatch import auto '{'a long folder/' * 8}m.yml'"),
         (
             ["maxtex", "m.yml"],
-            "maxtex: must be one of maxtext, hf, deepspeed, axolotl, megatron, trl, verl, nemo, auto",
+            "maxtex: must be one of maxtext, hf, deepspeed, axolotl, megatron, nemo, trl, verl, auto",
         ),
         (["maxtext", "gone.yml"], "gone.yml: cannot be read"),
         (["auto", "empty.yml"], "empty.yml: no words of maxtext"),

@@ -81,4 +81,5 @@ def test_all_that_a_table_names_is_there(name: str) -> None:
             if row.here.startswith("@"):
                 assert set(re.findall(r"@(\w+)", row.here)) <= {*form.rules, *form.sections}, row
             elif row.here[0] not in "-!>" and row.here.split()[0] not in ("only", "only!!", "assume"):
-                assert {part.partition("=")[0] for part in row.here.split() if part != "?"} <= set(KEYS), row
+                settings = [part for part in row.here.split() if part not in ("?", "x")]
+                assert {part.partition("=")[0] for part in settings} <= set(KEYS), row
