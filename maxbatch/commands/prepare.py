@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 
 from maxbatch.commands.arguments import add_config, add_ray, config_of, count, place, ray_cluster, whole
 from maxbatch.config.combined import StreamConfig
@@ -21,8 +21,10 @@ from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
 from maxbatch.system.bars import bytes_bar
 from maxbatch.system.errors import ConfigError, StoreRefused, writing
+from maxbatch.system.fences import BUILDING
 from maxbatch.system.folding import printable
 from maxbatch.system.storage import AnyPath, as_path
+from maxbatch.system.warning import note
 
 _MOST_WORKERS = 1024
 _RETRIES = 5  # of a task on a cluster: a tokenizer that crashes its worker process must not do so for ever
@@ -61,7 +63,7 @@ def run(args: Namespace) -> int:
     check_data_paths(config)
     source = DocumentSource.from_config(config)
     folder = as_path(args.output)
-    store = _unchanged(folder, signatures(source, tokenizer, config) or ())
+    store = _unchanged(folder, source, lambda: signatures(source, tokenizer, config) or ())
     if store is not None:
         print(printable(f"unchanged: {_figures(store)} in {args.output}"))
     else:
@@ -94,16 +96,30 @@ def _check_dataset(config: StreamConfig) -> None:
         )
 
 
-def _unchanged(folder: AnyPath, wanted: Collection[str | None]) -> TokenStore | None:
-    """Returns the store in the output folder if its signature is `wanted`; refuses a folder with other files."""
+def _unchanged(
+    folder: AnyPath, source: DocumentSource, signatures: Callable[[], Collection[str | None]]
+) -> TokenStore | None:
+    """Returns the store in the output folder if it has one of the signatures, which are those of the dataset.
+
+    Raises:
+      ConfigError: the folder has other files, or another dataset's store.
+    """
     if not folder.exists():
         return None
     if not folder.is_dir():
         raise ConfigError(f"--output {folder}: is not a folder; works: --output {shlex.quote(f'{folder}-tokens')}")
     if (store := open_folder(folder)) is not None:
-        # A store without hashes is made again, which adds them.
-        return store if store.manifest["signature"] in wanted and store.blocks is not None else None
-    if any(folder.iterdir()) and not was_prepared(folder):
+        if store.manifest["signature"] in signatures():
+            return store if store.blocks is not None else None  # one without hashes is made again, which adds them
+        if store.manifest.get("place", source.place) != source.place:
+            raise ConfigError(
+                f"--output {folder}: holds another dataset's store ({_figures(store)}); remove it, or give another "
+                f"folder; works: --output {shlex.quote(f'{folder}-2')}"
+            )
+        note(f"--output {folder}: replaces {_figures(store)}, of older content or other settings")
+        return None
+    others = [path for path in folder.iterdir() if not path.name.startswith(BUILDING)]
+    if others and not was_prepared(folder):
         raise ConfigError(
             f"--output {folder}: the folder has files that are not a prepared dataset's; "
             f"works: --output {shlex.quote(str(folder / 'tokens'))}"

@@ -24,7 +24,7 @@ from maxbatch.data.store.blocks import MappedFile
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import jsonl
 from maxbatch.data.store.lookup import find_store, open_store
-from maxbatch.data.store.token_store import TokenStore, manifest_checksum, open_folder
+from maxbatch.data.store.token_store import TokenStore, manifest_checksum, open_folder, store_files
 from maxbatch.data.store.tokenizers import ByteTokenizer, make_tokenizer
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system.errors import TrainingError
@@ -175,6 +175,44 @@ def test_a_source_that_changed_is_prepared_anew(data: str) -> None:
     assert opened.tokens[:3].tolist() == mapped, "a run keeps what it mapped"
     with pytest.raises(ConfigError, match="replaced since it was opened"):
         _ = pickle.loads(pickle.dumps(opened)).tokens
+
+
+def test_a_store_that_is_replaced_takes_nothing_else_with_it(data: str, capsys: Output) -> None:
+    run(data, "--output", "out", "--workers", "1")
+    run(data, "--output", "out/second", "--workers", "1")
+    Path("out/README").write_text("mine")
+    with open("a.jsonl", "a") as file:
+        file.write('{"text": "more"}\n')
+    capsys.readouterr()
+    run(data, "--output", "out", "--workers", "1")
+    assert "replaces 200 documents" in capsys.readouterr().err
+    assert prepared("out").manifest["documents"] == 201
+    assert {*os.listdir("out")} == {"README", "second", *store_files(Path("out"))}
+    assert Path("out/README").read_text() == "mine" and prepared("out/second").manifest["documents"] == 200
+
+
+def test_another_datasets_store_is_not_replaced(data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(data, "--output", "out", "--workers", "1")
+    write_jsonl(tmp_path / "b.jsonl", [{"text": text} for text in some_texts(9)])
+    monkeypatch.setattr(builder, "_write_files", lambda *_: pytest.fail("tokenised before it was refused"))
+    said = f"--output {tmp_path}/out: holds another dataset's store .*; works: --output {tmp_path}/out-2"
+    with pytest.raises(ConfigError, match=said):
+        run(f"dataset_path={tmp_path}/b.jsonl", "--output", "out")
+    assert prepared("out").manifest["documents"] == 200
+    os.rename("a.jsonl", "moved.jsonl")
+    assert run("dataset_path=moved.jsonl", "--output", "out") == 0, "the same content is the same store"
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_an_output_that_is_a_link_to_a_folder_is_taken(data: str, is_there: bool) -> None:
+    if is_there:
+        os.makedirs("elsewhere/tokens")
+    os.symlink("elsewhere/tokens", "out")
+    for _ in range(2):
+        assert run(data, "--output", "out", "--workers", "1") == 0
+        assert os.path.islink("out") and prepared("elsewhere/tokens").manifest["documents"] == 200
+        with open("a.jsonl", "w") as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in some_texts(200)[::-1])
 
 
 def test_a_folder_with_other_things_is_refused_with_one_that_works(data: str, tmp_path: Path) -> None:

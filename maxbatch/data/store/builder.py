@@ -40,6 +40,7 @@ from maxbatch.data.store.token_store import (
     open_folder,
     shard_names,
     signature,
+    store_files,
 )
 from maxbatch.data.store.tokenise import Tokenised, Tokeniser, tokenise_all
 from maxbatch.data.store.tokenizer import Tokenizer
@@ -95,7 +96,9 @@ class Build:
 
 
 def build_store(folder: AnyPath, build: Build) -> TokenStore:
-    """Tokenises a dataset into a folder, unless it has a store of the same signature; replaces any other.
+    """Tokenises a dataset into a folder, unless it has a store of the same signature.
+
+    Any other store there is replaced, file by file; other files in the folder stay. A link to a folder is followed.
 
     Raises:
       ConfigError: unreadable data, a dataset without documents, files that change during the build.
@@ -105,13 +108,16 @@ def build_store(folder: AnyPath, build: Build) -> TokenStore:
     if is_remote(folder):
         return _build_remotely(folder, build)
     name = build.signature
+    folder = Path(os.path.realpath(folder))
     folder.parent.mkdir(parents=True, exist_ok=True)
     with exclusive(folder.parent / f".lock-{folder.name}"):
         store = open_folder(folder)  # Another process may have built it while this one waited for the lock.
         if store is not None and store.manifest["signature"] == name and store.blocks is not None:
             return store
-        remove_leftovers(folder.parent)
-        building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=folder.parent))
+        # A folder that is there may be a mount, or below one that cannot be written: nothing but it is touched.
+        beside = folder if folder.exists() else folder.parent
+        remove_leftovers(beside)
+        building = Path(tempfile.mkdtemp(prefix=BUILDING, dir=beside))
         try:
             manifest = _write_files(building, build, (), None)
             with writing_atomically(building / MANIFEST) as file:
@@ -133,7 +139,7 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
             shards.keep(number, file, shard)
 
         itemsize = np.dtype(TokenLayout.from_config(build.config, build.tokenizer).dtype).itemsize
-        finished = shards.found(itemsize)
+        finished, old = shards.found(itemsize), store_files(folder)
         shards.begin()
         here = Path(temporary)
         shard_tokens = build.shard_tokens or SHARD_TOKENS
@@ -144,7 +150,7 @@ def _build_remotely(folder: AnyPath, build: Build) -> TokenStore:
             upload(file, folder / file.name)
         check()
         write_atomically(folder / MANIFEST, json.dumps(manifest, indent=1))
-        shards.tidy(list(manifest["sizes"]))
+        shards.tidy(set(old) - {MANIFEST, *manifest["sizes"]})
     return _opened(folder)
 
 
@@ -234,6 +240,7 @@ def _written(
         | {name: (folder / name).stat().st_size for name in (OFFSETS, BLOCKS)},
         "offsets_crc32": checksum,
         "signature": build.signature,
+        "place": source.place,
     }
     manifest: Manifest = json.loads(json.dumps(facts))  # as read later, with lists for tuples
     manifest["checksum"] = manifest_checksum(manifest)
@@ -255,9 +262,15 @@ def _workers(build: Build) -> int:
 
 
 def _publish(building: Path, folder: Path) -> TokenStore:
-    """Renames a finished store into place, removing a damaged or outdated one."""
-    with tempfile.TemporaryDirectory(prefix=BUILDING, dir=folder.parent, ignore_cleanup_errors=True) as old:
-        if folder.exists():
-            os.rename(folder, old)
+    """Moves a finished store into place, whole or not at all: its manifest comes last, after the old one has gone."""
+    if not folder.exists():
         os.rename(building, folder)
+        return _opened(folder)
+    new = sorted(building.iterdir(), key=lambda file: file.name == MANIFEST)
+    old = store_files(folder)
+    (folder / MANIFEST).unlink(missing_ok=True)
+    for name in set(old) - {file.name for file in new}:
+        (folder / name).unlink(missing_ok=True)
+    for file in new:
+        os.replace(file, folder / file.name)
     return _opened(folder)

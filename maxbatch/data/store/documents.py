@@ -6,6 +6,7 @@ A document is UTF-8 text or token ids, held as bytes. A record without text, or 
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -20,6 +21,7 @@ from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.source_files import SourceFile, files_below
+from maxbatch.system.storage import scheme_of
 
 # Present in every Python from 3.11 on, self-contained, together some 120 kB.
 STDLIB_HELD_OUT = frozenset({
@@ -94,6 +96,14 @@ class DocumentSource:
     @property
     def size(self) -> int:
         return sum(file.size for file in self.files)
+
+    @property
+    def place(self) -> str:
+        """A hash of where the dataset is, which tells another dataset's store from an older one of this dataset."""
+        is_named = self.dataset_type == "python_stdlib"
+        paths = [path.strip() for path in self.value.split(";")]
+        places = [path if is_named or scheme_of(path) else os.path.abspath(os.path.expanduser(path)) for path in paths]
+        return hashlib.blake2b(";".join(places).encode(errors="surrogateescape"), digest_size=8).hexdigest()
 
     def error(self, problem: str) -> ConfigError:
         """Returns the error that blames this dataset's key and value for `problem`."""

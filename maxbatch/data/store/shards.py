@@ -14,7 +14,7 @@ import json
 import os
 import struct
 import zipfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -207,9 +207,8 @@ class RemoteShards:
     def _facts(self, number: int) -> AnyPath:
         return self._folder / BUILDING_FOLDER / f"{number:05d}.npz"
 
-    def tidy(self, names: Sequence[str]) -> None:
-        """Removes the files that only a build needs, and tokens of another store in the folder."""
+    def tidy(self, replaced: Iterable[str]) -> None:
+        """Removes the files that only a build needs, and those of the store that this one replaces."""
         remove_tree(self._folder / BUILDING_FOLDER)
-        for name in file_sizes(self._folder):
-            if name.startswith("tokens") and name.endswith(".bin") and name not in names:
-                (self._folder / name).unlink(missing_ok=True)
+        for name in replaced:
+            (self._folder / name).unlink(missing_ok=True)

@@ -36,6 +36,7 @@ class Manifest(TypedDict, total=False):
     sizes: Required[dict[str, int]]
     offsets_crc32: Required[int]
     signature: Required[str]
+    place: str  # the hash of the dataset's path
     checksum: str
 
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ _MAPPED_BYTES = 1 << 20  # a table on a disk up to this size is read
 _DIGEST_BYTES = 16
 _WINDOW_TOKENS = 4 << 20  # of a verification
 MANIFEST, OFFSETS, ONE_SHARD, FIRST_SHARD = "manifest.json", "offsets.npy", "tokens.bin", "tokens-00000.bin"
+_SHARD = re.compile(r"tokens(-\d{5,})?\.bin")
 _BESIDE = (OFFSETS, BLOCKS)  # the files beside those of tokens
 BUILDING_FOLDER = ".building"  # in an object store while a store is built there
 # The settings that shape the documents of given files.
@@ -102,7 +104,8 @@ class TokenStore:
     Its manifest holds `content` (hash of the documents in order), `documents`, `tokens`, `text_bytes`,
     `skipped_records`, `held_out` (numbers of the documents that the dataset itself holds out), `tokenizer` (its
     identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of content and settings),
-    `sizes` (bytes per file, those of tokens in order), `offsets_crc32` and `checksum` (hash of the manifest without it;
+    `sizes` (bytes per file, those of tokens in order), `offsets_crc32`, `place` (hash of the dataset's path; new stores
+    only) and `checksum` (hash of the manifest without it;
     new stores only). A store of conversations also has `conversations`, the settings that made them.
     """
 
@@ -345,6 +348,14 @@ def _are_counts(value: object, end: int, most: int) -> bool:
 def shard_names(num_shards: int) -> list[str]:
     """Returns the names of a store's files of tokens."""
     return [ONE_SHARD] if num_shards == 1 else [f"tokens-{number:05d}.bin" for number in range(num_shards)]
+
+
+def store_files(folder: AnyPath) -> list[str]:
+    """Returns the names of a store's files in a folder: those that its manifest lists, else those named like them."""
+    store = open_folder(folder)
+    if store is not None:
+        return [MANIFEST, *store.manifest["sizes"]]
+    return [name for name in file_sizes(folder) if name in (MANIFEST, *_BESIDE) or _SHARD.fullmatch(name)]
 
 
 def was_prepared(folder: AnyPath) -> bool:
