@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from maxbatch.training.own import Loss, MakeModel, Rows, next_token_loss
     from maxbatch.training.record.recorder import Output
     from maxbatch.training.session import Outcome
+    from maxbatch.training.weights.parameters import load_parameters
 
 __version__ = "0.4.0"
 
@@ -66,6 +67,7 @@ __all__ = [
     "generate",
     "load_config",
     "load_model",
+    "load_parameters",
     "make_mesh",
     "next_token_loss",
     "open_feed",
@@ -102,6 +104,7 @@ _HOME = {
     "generate": "maxbatch.loaded_model",
     "load_config": "maxbatch.config.loading",
     "load_model": "maxbatch.loaded_model",
+    "load_parameters": "maxbatch.training.weights.parameters",
     "make_mesh": "maxbatch.parallel.mesh",
     "next_token_loss": "maxbatch.training.own",
     "open_feed": "maxbatch.api",

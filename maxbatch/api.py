@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from ml_collections import ConfigDict
 
 from maxbatch.config.config import Config, as_config
+from maxbatch.config.own_parts import refuse_own_parts
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.feed.feed import Feed
 from maxbatch.data.feed.placement import Batch, BatchShape, Placement, is_loading
@@ -50,6 +51,7 @@ def train(
     objective: Loss | None = None,
     optimizer: Optimizer | None = None,
     stream: Samples | Stream | None = None,
+    eval_stream: Samples | Stream | None = None,
     outputs: Sequence[Output | Callable[[Record], object]] = (),
     devices: Sequence[jax.Device] | None = None,
 ) -> Outcome:
@@ -66,7 +68,10 @@ def train(
       optimizer: a function of the update's learning rate that returns an `optax.GradientTransformation`, such as
         `optax.adamw` or `functools.partial(optax.adamw, b1=0.9)`; the rate follows the config's schedule. Or a
         `GradientTransformation`, which has rates of its own. It takes averaged, clipped gradients once per update.
-      stream: the data (`maxbatch.Samples`). Nothing is then held out, unless `eval_dataset_path` is stated.
+      stream: the data (`maxbatch.Samples`). `eval_fraction` holds out some of its rows, evenly spread, if it has a
+        length.
+      eval_stream: held-out data (`maxbatch.Samples` with a length), of which evals read every row once, or the first
+        `eval_samples`.
       outputs: further loggers (`maxbatch.Output`), or functions of a record; they are called by the first host.
       devices: those to train on, all by default.
 
@@ -83,7 +88,7 @@ def train(
     _check_outputs(outputs)
     with ExitStack() as stack:  # also of a run that is refused, or complete already
         loggers = tuple(stack.enter_context(closing(_Logger(output))) for output in outputs)
-        return pretraining.train(config, devices, Parts(model, objective, optimizer, stream, loggers))
+        return pretraining.train(config, devices, Parts(model, objective, optimizer, stream, loggers, eval_stream))
 
 
 def _check_outputs(outputs: object) -> None:
@@ -199,6 +204,7 @@ def open_feed(
     if start < 0:
         raise ValueError(f"start={start}: must be at least 0")
     config = as_config(config)
+    refuse_own_parts(config.own_parts, ["stream"], given=["stream"] if stream is not None else [])
     check_batch_keys(config.plan)
     leave_out_absent_tpu()
     mesh = make_mesh(config) if mesh is None else mesh

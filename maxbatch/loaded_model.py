@@ -9,10 +9,11 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from functools import cached_property
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any, NamedTuple, overload
 
 import numpy as np
+from flax import nnx
 from jax.sharding import Mesh
 
 from maxbatch.config.config import Config
@@ -31,10 +32,13 @@ from maxbatch.plan.mesh_shape import AXES, axis_key
 from maxbatch.sampling.completions import Completer
 from maxbatch.sampling.sampler import SamplingRules
 from maxbatch.sampling.text import generate_text
+from maxbatch.system.code_names import code_name
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.training.compile.cache import use_persistent_cache
+from maxbatch.training.own import MakeModel, Parts, check_parts, module_maker, name_of
 from maxbatch.training.scoring import Scorer
-from maxbatch.training.weights.parameters import open_source, restored
+from maxbatch.training.update.state import abstract_model
+from maxbatch.training.weights.parameters import open_checkpoint, open_source, placed, restored
 
 _LARGEST_EXPONENT = 709.0  # of a float
 # Keys of a run's training; here all devices share the model, unless the caller states otherwise.
@@ -272,21 +276,54 @@ def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def load_model(path: str | os.PathLike[str], *, averaged: bool = False, **keys: object) -> LoadedModel:
+@overload
+def load_model(
+    path: str | os.PathLike[str], *, model: None = None, averaged: bool = False, **keys: object
+) -> LoadedModel: ...
+
+
+@overload
+def load_model(path: str | os.PathLike[str], *, model: MakeModel, averaged: bool = False, **keys: object) -> Any: ...
+
+
+def load_model(
+    path: str | os.PathLike[str], *, model: MakeModel | None = None, averaged: bool = False, **keys: object
+) -> LoadedModel | Any:
     """Loads a model onto the devices of this machine.
 
     Args:
       path: a run folder (its newest checkpoint), one of its checkpoints, a Hugging Face folder, or the name of a model
         of the Hugging Face hub.
+      model: the user's own model that the run trained, as `train` was given it.
       averaged: whether to take the average of the parameters that the run keeps (`parameter_average_half_life`).
       keys: keys of the model's config over its own, such as `dtype="bfloat16"`.
+
+    Returns:
+      A `LoadedModel`; for a `model` of one's own that module, with the parameters of the checkpoint.
 
     Raises:
       ConfigError: there is no such model, it has no average, or it cannot be used.
     """
-    model = LoadedModel(os.fspath(path), override_texts(keys), averaged)
-    _ = model.params  # so that a fault is met here
-    return model
+    if model is not None:
+        return _own_module(path, model, averaged, override_texts(keys))
+    loaded = LoadedModel(os.fspath(path), override_texts(keys), averaged)
+    _ = loaded.params  # so that a fault is met here
+    return loaded
+
+
+def _own_module(path: str | os.PathLike[str], model: MakeModel, averaged: bool, overrides: Sequence[str]) -> nnx.Module:
+    leave_out_absent_tpu()
+    source = open_checkpoint(os.fspath(path), averaged)
+    if not source.is_own:
+        raise ConfigError(f"model: {path} holds the config's own model; works: maxbatch.load_model({str(path)!r})")
+    check_parts(Parts(model=model))
+    stated = {text.split("=", 1)[0].strip() for text in overrides}
+    config = source.config_of_run(
+        [*(f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated), *overrides]
+    )
+    graphdef, abstract = abstract_model(config.decoder, make_model=module_maker(partial(model, config), name_of(model)))
+    params = placed(abstract, make_mesh(config))
+    return nnx.merge(graphdef, source.open(config.model, params)(params))
 
 
 def generate(model: LoadedModel | str | os.PathLike[str], prompt: str = "", **rules: Any) -> str:
@@ -311,4 +348,9 @@ def score(model: LoadedModel | str | os.PathLike[str], records: Sequence[str | M
 
 
 def _loaded(model: LoadedModel | str | os.PathLike[str]) -> LoadedModel:
+    if isinstance(model, nnx.Module):
+        raise ConfigError(
+            f"model: {code_name(model)} is a model of one's own, which has no cache and no tokenizer here; "
+            "works: model(tokens, segments), which returns the logits"
+        )
     return model if isinstance(model, LoadedModel) else load_model(model)

@@ -7,9 +7,10 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from maxbatch.config.own_parts import TRAINED, refuse_own_parts
 from maxbatch.config.paths import local_fault, place_fault
 from maxbatch.config.values import Bounds, Scalar, Value, shown
 from maxbatch.system.cpu_devices import make_cpu_devices
@@ -36,10 +37,13 @@ def check_overrides(overrides: Sequence[str], takes: str) -> None:
             raise ConfigError(f"{shown(text)}: an override is key=value; maxbatch {takes}")
 
 
-def config_of(args: argparse.Namespace, default: str | None = None) -> Config:
+def config_of(args: argparse.Namespace, default: str | None = None, needs: Collection[str] = TRAINED) -> Config:
     """Returns the config of the positional arguments; warns of a ramp that nothing else mentions.
 
     Without a file it reads `default`, or base.yml alone.
+
+    Args:
+      needs: arguments of `maxbatch.train` whose parts the command would need: a config of a run with one is refused.
 
     Raises:
       ConfigError: two files, or a config that cannot be used.
@@ -57,7 +61,9 @@ def config_of(args: argparse.Namespace, default: str | None = None) -> Config:
     warning = displaced_ramp(settings)
     if warning and not stated.get("simulate_hosts"):  # simulated hosts read the config again, and the first one warns
         warn(warning)
-    return config_from(settings)
+    config = config_from(settings)
+    refuse_own_parts(config.own_parts, needs)
+    return config
 
 
 def on_machine(

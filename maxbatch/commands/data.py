@@ -40,7 +40,7 @@ def run(args: Namespace) -> int:
     Raises:
       ConfigError: a config or data that cannot be used.
     """
-    config = config_of(args)
+    config = config_of(args, needs=["stream"])
     recipe = config.recipe
     if recipe.is_sampled:
         raise ConfigError(

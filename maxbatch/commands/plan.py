@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_config, check_at_most, config_arguments, config_of, count, real
+from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.values import Bounds
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.warning import note, warn
@@ -53,7 +54,8 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
     from maxbatch.plan.stages import check_epochs
 
-    config = config_of(args)
+    config = config_of(args, needs=())
+    own = own_parts_of(config.own_parts)
     recipe = config.recipe
     has_hosts, args.hosts = args.hosts is not None, args.hosts or 1
     check_dataset(config)
@@ -66,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
     check_at_most("--devices", args.devices or 1, MOST_DEVICES)
     check_divides("--hosts ", args.hosts, args.devices or 1)
     check_divides("--slices ", args.slices, args.devices or 1)
-    epoch = _samples_per_epoch(config, args.samples_per_epoch)
+    epoch = args.samples_per_epoch if "stream" in own else _samples_per_epoch(config, args.samples_per_epoch)
     check_epochs(config.plan, epoch)
     devices, slices = args.devices or 1, args.slices
     resume = _loaded_before(config)
@@ -82,14 +84,17 @@ def run(args: argparse.Namespace) -> int:
         note(f"{prompts}; the batch of pre-training is {meant}")
     for warning in plan.warnings:
         warn(warning)
-    model, peak = _model(config), _known_peak(config, args.topology)
+    model, peak = _model(config) if "model" not in own else {}, _known_peak(config, args.topology)
     of_update = _trained_tokens(config, plan) if recipe.has_answers else None
     period = _checkpoint_period(config, args)
     rows = _survival(config, args, plan, epoch) if args.survive else []
     if args.json:
         import json
 
-        printed = plan.to_dict() | model | {"mfu_peak": peak and peak._asdict()} | whole_layout
+        unknown = dict.fromkeys(("num_parameters", "num_active_parameters", "flops_per_token"))
+        printed = plan.to_dict() | unknown | model | {"mfu_peak": peak and peak._asdict()} | whole_layout
+        if own:
+            printed["own_parts"] = own
         if recipe.has_answers:
             printed["trained_tokens_per_step"] = of_update
         if rows:
@@ -106,7 +111,9 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.system.terminal import PipeConsole
 
     console = PipeConsole()
-    of_model = f"{_in_words(model)}\n{_peak_in_words(peak, config.quantization)}"
+    of_own = "\n".join(f"{argument}: {name}, which only maxbatch.train can be given" for argument, name in own.items())
+    of_model = "\n".join(filter(None, (_in_words(model) if model else "", of_own)))
+    of_model = f"{of_model}\n{_peak_in_words(peak, config.quantization)}"
     render_plan(plan, config.plan, of_model, console)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")

@@ -52,7 +52,7 @@ def run(args: Namespace) -> int:
       ConfigError: a dataset, tokenizer or folder that cannot be used, or a damaged store.
       TrainingError: a worker was killed.
     """
-    config = config_of(args).stream
+    config = config_of(args, needs=["stream"]).stream
     if args.verify is not None:
         if args.ray is not None or args.resources:
             raise ConfigError("--ray: --verify reads on this machine alone; works: --verify without --ray")

@@ -80,6 +80,9 @@ class RunConfig(Section):
         'Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False, changes=_GOES_ON)
     load_full_state_path: StoragePath = key("", "start a new run from parameters and optimizer state: a new stream and "
         "plan, step 0 (annealing)", NOTHING, warm_start=False, changes=_GOES_ON)
+    own_parts: str = key("", "the parts of your own that maxbatch.train was given, such as 'model: mine.Net, stream: "
+        "mine.Rows'; written by train, which refuses a config whose parts it is not given", NOTHING, maxtext=OURS,
+        warm_start=False, changes="the user's own code")
     heartbeat_timeout_s: int = key(30,
         "seconds within which the other hosts stop after one dies; exit code 75 if a checkpoint is saved", NOTHING,
         Bounds(10, 3600), "s", maxtext=OURS)

@@ -21,6 +21,7 @@ from flax import nnx
 
 from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.config import Config
+from maxbatch.config.own_parts import TRAINED
 from maxbatch.config.sections import ModelConfig, OptimizerConfig
 from maxbatch.data.feed.placement import TokenRows
 from maxbatch.data.stream.own import Samples
@@ -29,6 +30,7 @@ from maxbatch.model.decoder import Decoder
 from maxbatch.model.experts.routing import RoutingSums
 from maxbatch.parallel.hosts import warn
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.system.code_names import code_name
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.record.recorder import Output
 from maxbatch.training.task import TaskModel, model_of
@@ -36,6 +38,7 @@ from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.gradients import Objective, ObjectiveSums
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker, make_optimizer
 from maxbatch.training.update.state import ModelMaker, abstract_model, num_parameters
+from maxbatch.training.weights.checkpoint_reading import OWN_MODEL
 
 
 class Rows(NamedTuple):
@@ -77,11 +80,21 @@ class Parts(NamedTuple):
     optimizer: Optimizer | None = None
     stream: Samples | Stream | None = None
     outputs: tuple[Output, ...] = ()
+    eval_stream: Samples | Stream | None = None
+
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of the given parts, by argument: `stream: mine.Rows`."""
+        given = {argument: getattr(self, argument) for argument in TRAINED}
+        names = {argument: code_name(part) for argument, part in given.items() if part is not None}
+        if self.outputs:
+            names["outputs"] = " ".join(str(getattr(output, "name", code_name(output))) for output in self.outputs)
+        return names
 
 
 def code_of(parts: Parts) -> dict[str, str]:
     """Returns each given part's name and a hash of its source file, by argument."""
-    given = {name: getattr(parts, name) for name in ("model", "objective", "optimizer", "stream")}
+    given = {name: getattr(parts, name) for name in TRAINED}
     return {name: _code_of(part) for name, part in given.items()}
 
 
@@ -327,7 +340,7 @@ def task_model(
     shapes = {name: text.removeprefix("ShapeDtypeStruct") for name, text in shapes.items()}
     settings = {key: config[key] for key in ("opt_type", "init_weights_seed")}
     settings |= _optimizer_identity(own_optimizer, config, make_model)
-    return TaskModel({"model": "own", **settings, **shapes}, 6 * num_parameters(params))
+    return TaskModel({"model": OWN_MODEL, **settings, **shapes}, 6 * num_parameters(params))
 
 
 def _optimizer_identity(

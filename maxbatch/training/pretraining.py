@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 
 from maxbatch.config.combined import PlanConfig, ProgramsConfig
 from maxbatch.config.config import Config
+from maxbatch.config.own_parts import own_parts_text, refuse_own_parts
 from maxbatch.config.pins import facts_of, program_keys
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.sections import KEYS, EvaluationConfig
@@ -25,7 +26,7 @@ from maxbatch.data.feed.placement import is_loading
 from maxbatch.data.store.store import IDS
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import tokenizer_of
-from maxbatch.data.stream.own import as_stream
+from maxbatch.data.stream.own import as_held_out, as_stream, held_out_of
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
@@ -106,10 +107,12 @@ def train(
     state_flags(config.libtpu_flags, config.data_cache_dir)
     check_same_start("train", facts_of(config) | code_of(parts))
     devices = devices or jax.devices()
-    config = config.replaced({"libtpu_flags": flags_in_force(config.libtpu_flags, devices)})
+    refuse_own_parts(config.own_parts, given=parts.names)
+    flags = flags_in_force(config.libtpu_flags, devices)
+    config = config.replaced({"libtpu_flags": flags, "own_parts": own_parts_text(parts.names)})
     with ExitStack() as stack:
         context = RunContext(config, devices, stack)
-        context.own_end.watch(bool(parts.outputs) or parts.stream is not None)
+        context.own_end.watch(bool(parts.outputs) or parts.stream is not None or parts.eval_stream is not None)
         return Session(context, open_pretraining(context, parts, concludes), parts.outputs).run()
 
 
@@ -142,7 +145,7 @@ def open_pretraining(context: RunContext, parts: Parts = CONFIGURED, concludes: 
 
 def _check(parts: Parts, compiled_dir: str, recipe: TrainedRecipe) -> None:
     check_parts(parts)
-    if not recipe.takes_parts and (parts.model or parts.objective or parts.stream):
+    if not recipe.takes_parts and (parts.model or parts.objective or parts.stream or parts.eval_stream):
         raise ConfigError(
             f"{recipe.key}=true: trains the config's own model on {recipe.unit}s of its own data, and train() was "
             f"given a model, a loss or a stream; works: {recipe.key}=false"
@@ -311,10 +314,18 @@ class PlannedPretraining:
     def _open_held_out(self) -> ReadPart:
         """Returns the held-out data, none if the config has no eval."""
         config, opened = self.opened.context.config, self.opened
-        has_own_data = opened.parts.stream is not None and not config.eval_dataset_path
-        if config.eval_interval <= 0 or has_own_data:
+        own, own_held_out = opened.parts.stream, opened.parts.eval_stream
+        if config.eval_interval <= 0:
             return ReadPart(None, 0)
-        held_out = open_stream(config, split="eval") if opened.stream is not None else None
+        held_out: Stream | None
+        if opened.stream is None:  # another host loads
+            held_out = None
+        elif own_held_out is not None:
+            held_out = as_held_out(own_held_out, config.stream)
+        elif own is not None and not config.eval_dataset_path:
+            held_out = held_out_of(own, config.stream)
+        else:
+            held_out = open_stream(config, split="eval")
         return ReadPart(held_out, broadcast(lambda: 0 if held_out is None else held_out.samples_per_epoch or 0))
 
     def _reads(self, held_out: ReadPart) -> dict[str, str]:
@@ -323,6 +334,7 @@ class PlannedPretraining:
         own = held_out.stream.identity if held_out.stream is not None else {}
         first = broadcast(lambda: own)
         key = "eval_dataset_path" if config.eval_dataset_path else "eval_fraction"
+        key = key if opened.parts.eval_stream is None else "eval_stream"
         loads = opened.stream is not None
         found = {f"{name} of {key}": str(value) for name, value in (own if loads else first).items()}
         given = code_of(opened.parts).items()
@@ -530,11 +542,7 @@ class RunningPretraining:
                 answers = self.answers(params)
                 if self.answers_log:
                     self.answers_log.write(step, answers)
-        found: dict[str, object] = {}
-        if self.evaluator:
-            found[Metric.EVAL_LOSS] = self.evaluator(params).loss
-            if state.average is not None:
-                found[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._adapted(state.averaged)).loss
+        found = self._eval_losses(state, params)
         tasks, model = self.opened.tasks, self.planned.tasks_model
         if tasks and model:
             try:
@@ -542,6 +550,22 @@ class RunningPretraining:
             except (ConfigError, TrainingError) as error:  # of a task, or of parameters that are not finite
                 warn(f"step {step}: eval_tasks have no scores: {error}")
         return found
+
+    def _eval_losses(self, state: TrainState, params: State) -> dict[str, object]:
+        """Returns the losses on held-out data; an exception of a user's rows ends the run, once it is saved."""
+        if self.evaluator is None:
+            return {}
+        parts, losses = self.opened.parts, dict[str, object]()
+        try:
+            losses[Metric.EVAL_LOSS] = self.evaluator(params).loss
+            if state.average is not None:
+                losses[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._adapted(state.averaged)).loss
+        except Exception as error:
+            # Other hosts wait for this one in the program of the eval.
+            if (parts.stream is None and parts.eval_stream is None) or jax.process_count() > 1:
+                raise
+            self.opened.context.own_end.keep(error)
+        return losses
 
     def _adapted(self, state: TrainState) -> State:
         """Returns the parameters of the model, with its adapters."""

@@ -11,13 +11,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
-from typing import Generic, NamedTuple
+from typing import Any, Generic, NamedTuple
 
 import jax
 import numpy as np
 
 from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config
+from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.parallel.hosts import is_first, warn
@@ -64,7 +65,7 @@ from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.origin import RunOrigin
-from maxbatch.training.weights.parameters import FirstParameters, open_source
+from maxbatch.training.weights.parameters import FirstParameters, load_parameters, open_source
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -93,6 +94,10 @@ class Outcome(NamedTuple):
         """The record of the last update, as in `outcome.last["loss"]`; None before the first."""
         history = self.history
         return history[-1] if history else None
+
+    def parameters(self) -> dict[Any, Any]:
+        """Returns the parameters after the last update, read from its checkpoint; see `maxbatch.load_parameters`."""
+        return load_parameters(f"{self.run_dir.rstrip('/')}/checkpoints/{self.position.step}")
 
 
 class _KeptUpdates(Output):
@@ -244,8 +249,14 @@ class Session(Generic[B]):
         built = self.planned.build(start)
         patience = self.config.early_stopping_patience
         if patience is not None and not built.has_eval_loss:
+            has_own = "stream" in own_parts_of(self.config.own_parts)
+            works = (
+                "eval_stream=rows in train(), eval_fraction of a stream with a length,"
+                if has_own
+                else "eval_fraction=0.1,"
+            )
             raise ConfigError(
-                f"early_stopping_patience={patience}: counts evals, and nothing is held out; works: eval_fraction=0.1, "
+                f"early_stopping_patience={patience}: counts evals, and nothing is held out; works: {works} "
                 "or eval_dataset_path"
             )
         return built
@@ -317,10 +328,10 @@ class Session(Generic[B]):
             with self._clock.during(TimePart.COMPILING):
                 running, state = self.built.run(restored, show, stack)
             if self.config.eval_interval > 0 and not running.evaluates:
-                unit = self.opened.data.unit
-                self.console.print(
-                    f"no evals: no {unit} are held out; eval_fraction or eval_dataset_path holds some out"
-                )
+                unit, held_out_by = self.opened.data.unit, "eval_fraction or eval_dataset_path"
+                if "stream" in own_parts_of(self.config.own_parts):
+                    held_out_by = "eval_stream=, or eval_fraction of a stream with a length,"
+                self.console.print(f"no evals: no {unit} are held out; {held_out_by} holds some out")
             self.console.print(f"ready in {time.perf_counter() - started:.1f} s")
             with self._clock.during(TimePart.UPDATES_LOST):  # kept once they are recorded
                 state = self.train(running, state, recorder, profiler)
@@ -486,9 +497,11 @@ class Session(Generic[B]):
         resumed = (
             f", resumed at step {step}, after {samples_seen:,} {data.unit}, from {self._restored_from}" if step else ""
         )
+        own = own_parts_of(self.config.own_parts)
+        of_model = f" of {own['model']}" if "model" in own else ""
+        stream = f"stream {own['stream']}" if "stream" in own else self.config.dataset_type
         self.console.print(
-            f"{parameters_in_words(self.planned.abstract)} | {self.config.dataset_type}{epoch} | "
-            f"{self.config.run_dir}{resumed}"
+            f"{parameters_in_words(self.planned.abstract)}{of_model} | {stream}{epoch} | {self.config.run_dir}{resumed}"
         )
         if self.config.run_name or self.config.base_output_directory:
             where, name = self.config.base_output_directory, self.config.run_name

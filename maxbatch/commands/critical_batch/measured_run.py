@@ -6,6 +6,7 @@ import dataclasses
 
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
+from maxbatch.config.own_parts import refuse_own_parts
 from maxbatch.plan.rampup import RampupBatchManager
 from maxbatch.plan.stages import stated_stages
 from maxbatch.runs.metrics import Record, read_metrics
@@ -41,6 +42,7 @@ class MeasuredRun:
         if not (path / "config.yml").is_file():
             raise ConfigError(f"{path}: no run here (no config.yml); give the run_dir of a run")
         config, records = load_config(str(path / "config.yml")), read_metrics(path)
+        refuse_own_parts(config.own_parts)
         if config.recipe.is_sampled:
             raise ConfigError(
                 f"{path}: a run of maxbatch rl, whose batch counts prompts; only runs of maxbatch train are measured"

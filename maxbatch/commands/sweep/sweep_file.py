@@ -15,6 +15,7 @@ import yaml
 from maxbatch.commands.sweep.space import Choices, Parameter, Range
 from maxbatch.config.keys import Key
 from maxbatch.config.loading import load_config
+from maxbatch.config.own_parts import refuse_own_parts
 from maxbatch.config.paths import configs_dir
 from maxbatch.config.sections import KEYS
 from maxbatch.config.unknown import hint
@@ -87,6 +88,7 @@ class SweepFile:
             path.write_text(self.base, encoding="utf-8")
             try:
                 config = load_config(path, [f"{key}={text}" for key, text in overrides.items()])
+                refuse_own_parts(config.own_parts)
                 check_batch_keys(config.plan)
             except ConfigError as error:
                 place = rf"(config file )?{re.escape(str(path))}(:\d+)?"

@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from maxbatch.config.combined import StreamConfig
+from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.tokenizers import make_tokenizer
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.reader import ReadAhead
@@ -20,6 +21,7 @@ from maxbatch.system.code_names import code_name
 from maxbatch.system.errors import ConfigError, one_line
 
 _LAST_SEGMENT = 2**31 - 1
+_NONE = HeldOutFraction.of(0)
 
 
 class Samples(Protocol):
@@ -39,20 +41,68 @@ class Samples(Protocol):
 
 
 def as_stream(samples: Samples | Stream, config: StreamConfig) -> Stream:
-    """Returns a user's samples as the training stream of a run.
+    """Returns a user's samples as the training stream of a run, without the rows that `eval_fraction` holds out.
 
     Raises:
-      ConfigError: the first sample is no row of `max_target_length` tokens below `vocab_size`.
+      ConfigError: the first or the last sample is no row of `max_target_length` tokens below `vocab_size`, or
+        `eval_fraction` is of samples without a length.
     """
+    split = HeldOutFraction.of(config.eval_fraction)
+    if isinstance(samples, Stream):
+        _refuse_fraction(
+            config.eval_fraction,
+            "is one of open_stream, split already",
+            "eval_stream=open_stream(config, split='eval')",
+        )
+        return samples
+    if not isinstance(samples, Sized):
+        _refuse_fraction(config.eval_fraction, f"{code_name(samples)} has none", "eval_stream=rows")
+    return _stream_of(OwnRows(samples, config, "stream", split), samples, config, is_endless=True)
+
+
+def held_out_of(samples: Samples | Stream, config: StreamConfig) -> Stream | None:
+    """Returns the rows that `eval_fraction` holds out of a user's training samples; None if it is 0."""
+    split = HeldOutFraction.of(config.eval_fraction)
+    if isinstance(samples, Stream) or not split.fraction:
+        return None
+    return _stream_of(OwnRows(samples, config, "stream", split, held_out=True), samples, config, is_endless=False)
+
+
+def as_held_out(samples: Samples | Stream, config: StreamConfig) -> Stream:
+    """Returns a user's held-out samples, each once.
+
+    Raises:
+      ConfigError: they have no length, the first or the last one cannot be used, or the config holds out others.
+    """
+    for key in ("eval_dataset_path", "eval_fraction"):
+        if config[key]:
+            works = f"{key}=''" if key == "eval_dataset_path" else f"{key}=0"
+            raise ConfigError(f"{key}={config[key]}: states held-out data beside eval_stream; works: {works}")
+    if not isinstance(samples, Sized) or (isinstance(samples, Stream) and samples.is_endless):
+        name = "a training stream, which has no end" if isinstance(samples, Stream) else code_name(samples)
+        raise ConfigError(f"eval_stream: must have a length (len), and this is {name}; works: a list of rows")
     if isinstance(samples, Stream):
         return samples
-    rows = OwnRows(samples, config.max_target_length, config.vocab_size)
+    return _stream_of(OwnRows(samples, config, "eval_stream"), samples, config, is_endless=False)
+
+
+def _refuse_fraction(eval_fraction: float, why: str, works: str) -> None:
+    if eval_fraction:
+        raise ConfigError(
+            f"eval_fraction={eval_fraction}: holds out rows of a stream with a length, and {why}; works: "
+            f"{works} in train() with eval_fraction=0"
+        )
+
+
+def _stream_of(rows: OwnRows, samples: Samples, config: StreamConfig, is_endless: bool) -> Stream:
     stated = getattr(samples, "identity", None)
     identity: Identity = {"stream": "own", "max_target_length": config.max_target_length}
+    if rows.split.fraction:
+        identity["held_out"] = rows.split.rule
     identity |= {"first sample": fingerprint([rows.batch([0])])} if stated is None else dict(stated)
     ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size)
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
-    return Stream(rows, tokenizer, identity, rows.num_rows, is_endless=True, ahead=ahead)
+    return Stream(rows, tokenizer, identity, rows.num_rows, is_endless=is_endless, ahead=ahead)
 
 
 class OwnRows:
@@ -60,25 +110,41 @@ class OwnRows:
 
     Args:
       argument: the argument of `train` that gives them, for messages.
+      split: the share of the samples that is held out.
+      held_out: whether these are the held-out ones.
 
     Raises:
-      ConfigError: there are none, or the first or the last one cannot be used.
+      ConfigError: there are none, the share holds out none, or the first or the last one cannot be used.
     """
 
-    def __init__(self, samples: Samples, length: int, vocab_size: int, argument: str = "stream") -> None:
-        self._samples, self.row_length, self._vocab_size = samples, length, vocab_size
-        self._argument = argument
-        self.num_rows = len(samples) if isinstance(samples, Sized) else None
-        if self.num_rows == 0:
-            raise ConfigError(f"{argument}: holds no samples; works: at least one")
+    def __init__(
+        self,
+        samples: Samples,
+        config: StreamConfig,
+        argument: str,
+        split: HeldOutFraction = _NONE,
+        held_out: bool = False,
+    ) -> None:
+        self._samples, self.row_length, self._vocab_size = samples, config.max_target_length, config.vocab_size
+        self._argument, self.split, self._held_out = argument, split, held_out
+        self.num_rows: int | None = None
+        if isinstance(samples, Sized):
+            total = len(samples)
+            if not total:
+                raise ConfigError(f"{argument}: holds no samples; works: at least one")
+            split.refuse_empty(total, "samples")
+            self.num_rows = split.count(total, held_out)
         self.batch([0] if self.num_rows is None else [0, self.num_rows - 1])
 
     def place(self, index: int) -> SampleOrigin:
-        return SampleOrigin(0, index) if self.num_rows is None else SampleOrigin(*divmod(index, self.num_rows))
+        if self.num_rows is None:
+            return SampleOrigin(0, index)
+        epoch, number = divmod(index, self.num_rows)
+        return SampleOrigin(epoch, self.split.record(number, self._held_out) if self.split.fraction else number)
 
     def batch(self, indices: Indices) -> RowArrays:
         """Returns samples by their indices, arrays [n, L]."""
-        rows = [self._row(int(index)) for index in indices]
+        rows = [self._row(self.place(int(index)).row) for index in indices]
         empty = {"tokens": np.int32, "segments": np.int32, "weights": np.float32}
         if not rows:
             return {name: np.zeros((0, self.row_length), dtype) for name, dtype in empty.items()}
@@ -118,11 +184,11 @@ class OwnRows:
     def _read(self, index: int) -> Mapping[str, ArrayLike] | ArrayLike:
         """Returns a sample; an error of the user's code gets a note that names the stream."""
         try:
-            return self._samples[self.place(index).row]
+            return self._samples[index]
         except StopIteration as error:  # would end the reading thread in silence
             raise RuntimeError(f"{self._at(index)}: {code_name(self._samples)} raised StopIteration") from error
         except Exception as error:
-            error.add_note(f"maxbatch: raised by the stream {code_name(self._samples)}, as {self._at(index)}")
+            error.add_note(f"maxbatch: raised by the {self._argument} {code_name(self._samples)}, as {self._at(index)}")
             raise
 
     def _whole_numbers(self, index: int, name: str, value: ArrayLike) -> np.ndarray:

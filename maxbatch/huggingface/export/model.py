@@ -36,7 +36,7 @@ from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights.origin import Reader
-from maxbatch.training.weights.parameters import open_parameters, open_source, placed
+from maxbatch.training.weights.parameters import open_parameters, open_source, placed, this_host
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
 _TOKENIZER_FILES = (
@@ -68,7 +68,7 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
         config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none
     if config.model.capacity_factor > 0:
         warn(f"capacity_factor={config.capacity_factor:g} is no part of the export: Hugging Face's models drop nothing")
-    abstract = placed(abstract_model(config.decoder)[1], _this_host())
+    abstract = placed(abstract_model(config.decoder)[1], this_host())
     read = open_parameters(source, config.model, abstract)
     written_as = dtype or (_dtype_of_folder(model) if imported else config.weight_dtype)
     imported_from = _source(config.load_parameters_path)
@@ -112,14 +112,6 @@ def _generation(path: str, fields: Json) -> Json:
     if path and has_generation_file(path):
         return read_config_json(path, GENERATION_FILE)
     return {name: fields.get(name) for name in TOKEN_IDS}
-
-
-def _this_host() -> jax.Device:
-    """Returns the device of this host's memory."""
-    try:
-        return jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX was restricted to the accelerators
-        return jax.local_devices()[0]
 
 
 def _write_tensors(

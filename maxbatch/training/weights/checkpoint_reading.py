@@ -5,33 +5,39 @@ Every array is read once and checked against its checksum.
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 from flax import nnx
+from jax.sharding import SingleDeviceSharding
 
 from maxbatch.config.config import Config
 from maxbatch.config.keys import Fixes
 from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import ROUTED_BIAS
+from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.sections import ModelConfig, names_fixing
 from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import KeyPath, State, TreeOf
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, missing_folder
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
 from maxbatch.training.weights.checksums import array_checksums, damage_of_parameters, damage_of_state, parameter_name
-from maxbatch.training.weights.shard_files import OTHER_ARRAYS
+from maxbatch.training.weights.shard_files import INDEX, OTHER_ARRAYS, read_index
 from maxbatch.training.weights.shards import read_item, read_together
 
+OWN_MODEL = "own"  # in the model's identity, in place of the keys of the config's own model
+_STEP_OF_PATH = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")  # in the name of a stored array
 _ITEMS = ("params", "opt_state", "position")
 _GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugging Face folder (config.json)"
 
@@ -81,14 +87,56 @@ class StoredCheckpoint:
         Raises:
           ConfigError: `config.yml` cannot be read, or its model differs from the checkpoint's.
         """
-        file, stored = str(self.folder.parent.parent / "config.yml"), self.record.identity["model"]
+        file, stored = self._config_file, self.record.identity["model"]
         config = load_config(file)
+        if self.is_own:
+            name = own_parts_of(config.own_parts).get("model", "MyModel")
+            raise ConfigError(
+                f"{shown_path(self._path)}: holds a model of one's own ({name}), which only Python can call; "
+                f"works: maxbatch.load_model({str(self._path)!r}, model={name.rpartition('.')[2]})"
+            )
         names = names_fixing(Fixes.MODEL) + (names_fixing(Fixes.ADAPTERS) if config.lora_rank else ())
         for key in names:
             if key in stored and stored[key] != config[key]:
                 there, here = (shown(repr(value)) for value in (config[key], stored[key]))
                 raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
         return load_config(file, ["quantization=", *overrides])
+
+    @property
+    def _config_file(self) -> str:
+        return str(self.folder.parent.parent / "config.yml")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether its model is a user's own, which `train` was given."""
+        return self.record.identity["model"].get("model") == OWN_MODEL
+
+    def config_of_run(self, overrides: Sequence[str] = ()) -> Config:
+        """Returns the config of its run, with "key=value" texts over it; it does not describe a user's own model."""
+        return load_config(self._config_file, overrides)
+
+    def parameter_shapes(self, device: jax.Device) -> State:
+        """Returns the shapes and paths of the stored parameters, whatever the model, for reading onto a device.
+
+        Raises:
+          ConfigError: its index is damaged, or it was made before checkpoints had one.
+        """
+        item = self.folder / ("average" if self._averaged else "params")
+        try:
+            with reading(item):
+                stored, _ = read_index(item / INDEX)
+        except (DamagedError, FileNotFoundError) as error:
+            why = f"{item.name}/{INDEX} is missing" if isinstance(error, FileNotFoundError) else str(error)
+            raise _damaged(self.folder, why) from None
+        place = SingleDeviceSharding(device)
+        return nnx.from_flat_state(
+            {
+                tuple(map(ast.literal_eval, _STEP_OF_PATH.findall(form.name))): nnx.Param(
+                    jax.ShapeDtypeStruct(form.shape, form.dtype, sharding=place)
+                )
+                for form in stored.forms
+            }
+        )
 
     @property
     def identity(self) -> str:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import jax
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
@@ -19,6 +21,7 @@ from maxbatch.config.values import shown
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.huggingface.folder.hub import folder_of
+from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
@@ -76,6 +79,44 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
     return read
 
 
+def load_parameters(path: str | Path, *, averaged: bool = False) -> dict[Any, Any]:
+    """Returns the parameters of a run or a checkpoint, of the user's own model too.
+
+    Args:
+      path: a run folder (its newest checkpoint), or one of its checkpoints.
+      averaged: whether to take the average of the parameters that the run keeps (`parameter_average_half_life`).
+
+    Returns:
+      Arrays of NumPy in nested dicts, by the model's own paths: the keys are names of attributes, and whole numbers in
+      lists. Adapters are merged into their model.
+
+    Raises:
+      ConfigError: there is no such checkpoint, it has no average, or it is damaged.
+    """
+    leave_out_absent_tpu()
+    source, device = open_checkpoint(path, averaged), this_host()
+    if source.adapting() is not None:
+        config = source.config().decoder
+        params = placed(abstract_model(config)[1], device)
+        read = open_parameters(source, config, params)(params)
+    else:
+        params = source.parameter_shapes(device)
+        read = source.parameters(params)
+    arrays: dict[Any, Any] = nnx.to_pure_dict(jax.tree.map(np.array, read))
+    return arrays
+
+
+def open_checkpoint(path: str | Path, averaged: bool) -> StoredCheckpoint:
+    """Opens a checkpoint of ours; raises ConfigError for another kind of model."""
+    source = open_source(str(path), averaged)
+    if not isinstance(source, StoredCheckpoint):
+        raise ConfigError(
+            f"{path}: is a Hugging Face folder, not a run or one of its checkpoints; "
+            f"works: maxbatch.load_model({str(path)!r}).params"
+        )
+    return source
+
+
 class FirstParameters:
     """The parameters that a run starts from; their headers are read once, with the first `open`."""
 
@@ -104,6 +145,14 @@ def placed(params: State, where: Mesh | jax.Device) -> State:
         lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), params, shardings
     )
     return found
+
+
+def this_host() -> jax.Device:
+    """Returns the device of this host's memory."""
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # JAX was restricted to the accelerators
+        return jax.local_devices()[0]
 
 
 def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) -> tuple[nnx.GraphDef[nnx.Module], State]:
