@@ -49,11 +49,7 @@ def as_stream(samples: Samples | Stream, config: StreamConfig) -> Stream:
     """
     split = HeldOutFraction.of(config.eval_fraction)
     if isinstance(samples, Stream):
-        _refuse_fraction(
-            config.eval_fraction,
-            "is one of open_stream, split already",
-            "eval_stream=open_stream(config, split='eval')",
-        )
+        _refuse_fraction(config.eval_fraction, "this one is of open_stream", "eval_stream=open_stream(config, 'eval')")
         return samples
     if not isinstance(samples, Sized):
         _refuse_fraction(config.eval_fraction, f"{code_name(samples)} has none", "eval_stream=rows")
