@@ -19,6 +19,7 @@ from maxbatch.commands import COMMANDS, Command
 from maxbatch.config.values import nearest_name, nearest_or_all, refuse_no_text, shown
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.device_watch import watch_cpu_devices
+from maxbatch.parallel.devices import failure_of_devices
 from maxbatch.system.child_process import continue_stopped_children
 from maxbatch.system.command_start import mark_start, take_process
 from maxbatch.system.cpu_devices import give_cpu_devices_threads
@@ -78,6 +79,8 @@ def _run(argv: Sequence[str]) -> int:
 
             discard_output()  # whatever is left of it has no reader, or perhaps no room
             return EXIT_DONE if is_read_enough else report(error, as_json)
+        if failure := failure_of_devices(error):
+            return report(failure, as_json)
         if as_json or is_interruption(error):
             return report(error, as_json)
         raise

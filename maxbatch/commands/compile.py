@@ -86,7 +86,7 @@ def _joined(args: argparse.Namespace, config: Config) -> AbstractContextManager[
         return contextlib.nullcontext()
     from maxbatch.parallel.hosts import together
 
-    return together(partial(report, as_json=args.json), config.heartbeat_timeout_s, lambda: None)
+    return together(partial(report, as_json=args.json), config.heartbeat_timeout_s, config.host_wait_s, lambda: None)
 
 
 def _folder(args: argparse.Namespace, config: Config) -> AnyPath:

@@ -44,7 +44,7 @@ def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
 
     with refusing_together():
         state_flags(config.libtpu_flags, config.data_cache_dir)  # to join the other hosts starts JAX
-    with together(report, config.heartbeat_timeout_s, partial(newest_saved, config)):
+    with together(report, config.heartbeat_timeout_s, config.host_wait_s, partial(newest_saved, config)):
         outcome = train(config)
     if outcome.stopped_by is None:
         return EXIT_DONE

@@ -86,6 +86,8 @@ class RunConfig(Section):
     heartbeat_timeout_s: int = key(30,
         "seconds within which the other hosts stop after one dies; exit code 75 if a checkpoint is saved", NOTHING,
         Bounds(10, 3600), "s", maxtext=OURS)
+    host_wait_s: int = key(300, "seconds that the hosts of a start wait for each other; then they end, and name those "
+        "that have not come", NOTHING, Bounds(1, 604_800), "s", maxtext=OURS)
 
 
 class LengthConfig(Section, changes="the end of the run, and rates that follow its length"):

@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 import jax
 
 from maxbatch.parallel.deaths import LastSaved, death_of, silence_of
+from maxbatch.parallel.jax_internals import coordination
 from maxbatch.system.folding import printable
 
 POLL_S = 0.5
@@ -63,7 +64,8 @@ class Heartbeats:
 
     def __init__(self, store: Any, address: str, timeout_s: int, last_saved: LastSaved) -> None:
         self._store, self._address, self._last_saved = store, address, last_saved
-        self._index, self._num_hosts = jax.process_index(), jax.process_count()
+        state = coordination()  # known before any device has started
+        self._index, self._num_hosts = int(state.process_id), int(state.num_processes)
         self._silence_s, self._period_s = silence_of(timeout_s), timeout_s / 10
         self._closed, self._reports = threading.Event(), False
         self._answered_at = self._looked_at = time.monotonic()

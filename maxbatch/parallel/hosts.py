@@ -10,21 +10,26 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import count
 from typing import Any, TypeVar
 
 import jax
 
 from maxbatch.parallel.deaths import LastSaved
+from maxbatch.parallel.devices import start_devices
 from maxbatch.parallel.heartbeats import Heartbeats, backstop_of, leave
-from maxbatch.parallel.jax_internals import coordination
+from maxbatch.parallel.jax_internals import coordination, initialize_after
+from maxbatch.parallel.rendezvous import Address, meet
 from maxbatch.system import warning
-from maxbatch.system.errors import ConfigError, one_line
+from maxbatch.system.errors import ConfigError, TrainingError, one_line
+from maxbatch.system.proxies import leave_out_proxies
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -33,7 +38,9 @@ R = TypeVar("R")
 _OF_PEERS = re.compile(r"(?i)gloo|connection|peer|socket|unavailable|deadline|heartbeat|coordination")
 _LONGEST_WAIT_MS = 7 * 24 * 3600 * 1000  # a host may tokenise for long; one that dies ends the wait
 _ADDRESS, _COUNT, _INDEX = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-_REFUSAL, _REFUSED_TIMEOUT_S = "maxbatch/refusal/", 30
+_BIND_ADDRESS = "JAX_COORDINATOR_BIND_ADDRESS"
+_CONNECTED_S = 60  # for hosts that are all there to connect
+_REFUSAL, _REFUSED_TIMEOUT_S, _REFUSED_WAIT_S = "maxbatch/refusal/", 30, 60.0
 
 
 class _Channels:
@@ -56,25 +63,38 @@ class _Channels:
 _CHANNELS = _Channels()
 
 
-def join(heartbeat_timeout_s: int) -> None:
+def join(heartbeat_timeout_s: int, host_wait_s: float, is_silent: bool = False) -> None:
     """Joins the other hosts of the run, if there are any; must come before any device is touched.
 
     `JAX_COORDINATOR_ADDRESS`, `JAX_NUM_PROCESSES` and `JAX_PROCESS_ID` name them. Without these, JAX looks for a TPU
     pod, SLURM, Open MPI or Kubernetes. If none of these is present, the run has a single process.
 
+    Args:
+      host_wait_s: how long the others may take to come.
+      is_silent: whether to print nothing about the wait.
+
     Raises:
-      ConfigError: the three variables are incomplete, or one cannot be used.
+      ConfigError: the variables are incomplete, or one cannot be used, such as a port that is taken.
+      TrainingError: a host has not come.
     """
     if jax.distributed.is_initialized():
         return
-    backstop = backstop_of(heartbeat_timeout_s)
     given = {name: os.environ.get(name, "") for name in (_ADDRESS, _COUNT, _INDEX)}
+    for name in (_ADDRESS, _BIND_ADDRESS):
+        if os.environ.get(name):
+            Address.parsed(os.environ[name], name)
+    timeouts = {
+        "heartbeat_timeout_seconds": backstop_of(heartbeat_timeout_s),
+        "initialization_timeout": max(_CONNECTED_S, math.ceil(host_wait_s)),
+    }
+    meet_all = partial(_meet, host_wait_s, is_silent)
     if given[_COUNT] or given[_INDEX]:
         num_processes, index = _checked(given)
-        jax.distributed.initialize(given[_ADDRESS], num_processes, index, heartbeat_timeout_seconds=backstop)
+        arguments = {"coordinator_address": given[_ADDRESS], "num_processes": num_processes, "process_id": index}
+        initialize_after(meet_all, **arguments, **timeouts)
     elif os.environ.get("SLURM_NTASKS") != "1":  # a single task keeps all devices of its node
         try:
-            jax.distributed.initialize(heartbeat_timeout_seconds=backstop)
+            initialize_after(meet_all, **timeouts)
         except (ValueError, RuntimeError) as error:
             if given[_ADDRESS]:
                 raise ConfigError(
@@ -86,23 +106,28 @@ def join(heartbeat_timeout_s: int) -> None:
                 raise
 
 
+def _meet(host_wait_s: float, is_silent: bool, address: str, host: int, num_hosts: int, bind: str | None) -> None:
+    first = Address.parsed(address, _ADDRESS)
+    leave_out_proxies(first.host)
+    listens_at = None if bind is None else Address.parsed(bind, _BIND_ADDRESS)
+    meet(first, host, num_hosts, host_wait_s, listens_at, is_silent)
+
+
 def _checked(given: dict[str, str]) -> tuple[int, int]:
     works = {_ADDRESS: "localhost:8476", _COUNT: "1", _INDEX: "0"}
     for name, value in given.items():
-        if not value or (name != _ADDRESS and not value.isdecimal()):
+        if not value or (name != _ADDRESS and not (value.isascii() and value.isdecimal())):
             rule = "HOST:PORT of process 0" if name == _ADDRESS else "a whole number"
             raise ConfigError(
                 f"environment variable {name}={value}: must be {rule}, since another of {', '.join(given)} is set; "
                 f"works: {name}={works[name]}"
             )
-    address, num_processes, index = given[_ADDRESS], int(given[_COUNT]), int(given[_INDEX])
+    num_processes, index = int(given[_COUNT]), int(given[_INDEX])
     if index >= num_processes:
         raise ConfigError(
             f"environment variable {_INDEX}={index}: must be less than {_COUNT}={num_processes}; "
             f"works: {_INDEX}={max(0, num_processes - 1)}"
         )
-    if ":" not in address:
-        raise ConfigError(f"environment variable {_ADDRESS}={address}: must be HOST:PORT; works: {address}:8476")
     return num_processes, index
 
 
@@ -112,8 +137,9 @@ def refuse_together(code: int, message: str) -> None:
     Without the message the others would wait minutes for it to join. Returns if the environment names no other hosts,
     or if they cannot be joined.
     """
-    with contextlib.suppress(ConfigError, RuntimeError):  # the variables are incomplete, or no other host comes
-        join(_REFUSED_TIMEOUT_S)
+    # The variables may be incomplete, and no other host may come.
+    with contextlib.suppress(ConfigError, TrainingError, RuntimeError):
+        join(_REFUSED_TIMEOUT_S, _REFUSED_WAIT_S, is_silent=True)
         if len(_refusals(message)) > 1:
             leave(code, _is_keeper())
 
@@ -130,30 +156,36 @@ def _refusals(own: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, last_saved: LastSaved) -> Iterator[None]:
+def together(
+    report: Callable[[BaseException], int], heartbeat_timeout_s: int, host_wait_s: float, last_saved: LastSaved
+) -> Iterator[None]:
     """Joins the hosts for the duration of a run, and ends it on all of them together.
 
-    If the run fails on one host, the others print its message and end as well, within seconds. If a host dies, the
-    others name it and end within `heartbeat_timeout_s`, with exit code 75 if a checkpoint is saved. If there are
-    several hosts, `report` prints the failure and returns the exit code, because the usual exit of the process would
-    wait for hosts that wait for this one.
+    If the run fails on one host, or its devices do not start, the others print its message and end as well, within
+    seconds. If a host dies, the others name it and end within `heartbeat_timeout_s`, with exit code 75 if a checkpoint
+    is saved. If there are several hosts, `report` prints the failure and returns the exit code, because the usual exit
+    of the process would wait for hosts that wait for this one.
 
     Args:
       report: prints an error and returns the exit code.
       heartbeat_timeout_s: seconds in which the others have ended.
+      host_wait_s: seconds that the hosts wait for each other at the start.
       last_saved: returns the newest step that is saved.
     """
-    join(heartbeat_timeout_s)
+    join(heartbeat_timeout_s, host_wait_s)
     refusals = [f"host {host}: {why}" for host, why in enumerate(_refusals("")) if why]
     if refusals:
         leave(report(ConfigError(refusals[0])), _is_keeper())
-    if jax.process_count() == 1:
+    if (coordination().num_processes or 1) == 1:
+        start_devices()
         yield
         return
     _keep_the_output_to_python()
+    # Before the devices start: the hosts wait for each other's, and one that fails must end the others.
     heartbeats = Heartbeats(_store(), _address(), heartbeat_timeout_s, last_saved)
     heartbeats.start()
     try:
+        start_devices()
         yield
     except BaseException as error:
         if isinstance(error, jax.errors.JaxRuntimeError) and _OF_PEERS.search(str(error)):
@@ -161,7 +193,7 @@ def together(report: Callable[[BaseException], int], heartbeat_timeout_s: int, l
         heartbeats.own_report()
         code = report(error)
         heartbeats.fail(one_line(error, 2000), code)
-        leave(code, is_first())
+        leave(code, _is_keeper())
     heartbeats.close()
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import platform
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +17,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-_LONGEST_COMPILATION_MS = 120_000  # in which the first process has compiled a program, or the others compile it too
+_LONGEST_COMPILATION_S = 120.0  # in which the first process has compiled a program, or the others compile it too
+_WAIT_MS = 500
 
 
 def coordination() -> Any:
@@ -28,15 +30,58 @@ def coordination() -> Any:
     return global_state
 
 
+def initialize_after(meet: Callable[[str, int, int, str | None], None], **arguments: Any) -> None:
+    """Calls `jax.distributed.initialize`, and `meet` just before its service listens or its client connects.
+
+    Args:
+      meet: waits for all hosts; takes HOST:PORT of the first one, this host's index, the number of hosts, and on the
+        first host the address to listen on. JAX may have found them in the environment of a cluster.
+      arguments: of `jax.distributed.initialize`.
+    """
+    from jax._src import distributed
+
+    module: Any = distributed
+    library, state = module._jax, coordination()
+
+    class Library:
+        """JAX's native library."""
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(library, name)
+
+        def get_distributed_runtime_service(self, bind: str, num_hosts: int, **more: Any) -> Any:
+            meet(state.coordinator_address, 0, num_hosts, bind)
+            return library.get_distributed_runtime_service(bind, num_hosts, **more)
+
+        def get_distributed_runtime_client(self, address: str, host: int, **more: Any) -> Any:
+            if host:
+                meet(address, host, state.num_processes, None)
+            return library.get_distributed_runtime_client(address, host, **more)
+
+    jax.config.update("jax_check_proxy_envs", False)  # a warning about proxies, which are not used between hosts
+    module._jax = Library()
+    try:
+        jax.distributed.initialize(**arguments)
+    finally:
+        module._jax = library
+
+
 @functools.cache
 def share_cached_cpu_programs(cpu: str) -> None:
     """Lets all processes of a run on CPUs take the programs that its first process caches, now or before.
 
     JAX lets only the first process write into the cache. The keys have a fingerprint of the topology, which on CPUs
-    differs between processes, so the others would compile every program at every start. `cpu` describes the CPU.
+    differs between processes, so the others would compile every program at every start. A process whose cache is in
+    another place than the first one's compiles by itself. `cpu` describes the CPU.
     """
     from jax._src import cache_key
     from jax._src import compiler as of_programs
+
+    # Keys name the folder of the cache, so a process that waits in another folder for a program would wait in vain.
+    first, place = _FirstProcess(), _place_of_cache()
+    first.tell("place", "of the cache", place)
+    if first.told("place", "of the cache") not in (None, place):
+        return
 
     hash_topology = cache_key._hash_accelerator_config
 
@@ -49,7 +94,6 @@ def share_cached_cpu_programs(cpu: str) -> None:
     cache_key._hash_accelerator_config = hash_topology_or_cpu
     compiler: Any = of_programs
     read, compile_and_write = compiler._cache_read, compiler._compile_and_write_cache
-    first = _FirstProcess()
 
     def read_or_wait(name: str, key: str, options: Any, backend: Any, devices: Any, *more: Any) -> Any:
         found = read(name, key, options, backend, devices, *more)
@@ -91,15 +135,15 @@ class _FirstProcess:
 
     def told(self, what: str, program: str) -> str | None:
         """Waits until the first process has told it; None: this is the first one, or it has no cache or dies."""
-        state = coordination()
-        if state.process_id == 0 or self._is_silent:
-            return None
-        try:
-            value: str = state.client.blocking_key_value_get(f"maxbatch/{what}/{program}", _LONGEST_COMPILATION_MS)
-            return value
-        except jax.errors.JaxRuntimeError:
-            self._is_silent = True
-            return None
+        state, until = coordination(), time.monotonic() + _LONGEST_COMPILATION_S
+        while not (state.process_id == 0 or self._is_silent):
+            try:
+                # In short waits, between which signals are handled.
+                value: str = state.client.blocking_key_value_get(f"maxbatch/{what}/{program}", _WAIT_MS)
+                return value
+            except jax.errors.JaxRuntimeError as error:
+                self._is_silent = "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() >= until
+        return None
 
 
 def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:

@@ -105,10 +105,10 @@ class RunFolder:
         self.identity = self._write_identity(self.identity.started())
         return self.identity
 
-    def note_reads(self, reads: Mapping[str, str]) -> None:
-        """Records the contents, by name, that a session reads besides its training data."""
+    def note_session(self, reads: Mapping[str, str], software: Mapping[str, str]) -> None:
+        """Records the contents, by name, that a session reads besides its training data, and its versions."""
         assert self.identity is not None, "the host that writes knows its run"
-        self.identity = self._write_identity(self.identity.reading(reads))
+        self.identity = self._write_identity(self.identity.reading(reads).running(software))
 
     def join(self, started: RunIdentity, patience_s: float = 10.0) -> bool:
         """Takes over the identity of the run from the host that writes; returns whether this host sees its folder.

@@ -17,8 +17,8 @@ from maxbatch.system import bounded
 from maxbatch.system.storage import AnyPath
 
 RUN_FILE = "run.json"
-_SHAPE = {"run_id": str, "is_older": bool, "start": str, "reads": {str: str}}
-_ADDED: dict[str, object] = {"reads": {}}  # fields that files of older versions lack
+_SHAPE = {"run_id": str, "is_older": bool, "start": str, "reads": {str: str}, "software": {str: str}}
+_ADDED: dict[str, object] = {"reads": {}, "software": {}}  # fields that files of older versions lack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +29,7 @@ class RunIdentity:
     is_older: bool  # whether the run had begun before it had an id; some of its states may then have none
     start: str  # the last start on several hosts, a random text
     reads: dict[str, str] = dataclasses.field(default_factory=dict)  # by the last session: hashes by name
+    software: dict[str, str] = dataclasses.field(default_factory=dict)  # its versions and settings, by name
 
     @classmethod
     def new(cls, is_older: bool) -> RunIdentity:
@@ -42,6 +43,10 @@ class RunIdentity:
         """Returns the identity with the contents, by name, that a session reads beside its training data."""
         hashes = {name: hashlib.sha256(content.encode()).hexdigest()[:16] for name, content in reads.items()}
         return dataclasses.replace(self, reads=hashes)
+
+    def running(self, software: Mapping[str, str]) -> RunIdentity:
+        """Returns the identity with the versions and settings, by name, under which a session runs."""
+        return dataclasses.replace(self, software=dict(software))
 
     def wrote(self, run_id: str | None) -> bool:
         """Returns whether a state with this id (None: without one) belongs to this run."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from maxbatch.system.child_process import end_with_parent
 from maxbatch.system.cpu_devices import make_cpu_devices, variables_of_host
+from maxbatch.system.proxies import leave_out_proxies
 from maxbatch.testing.messages import Answer, Call, Close, Phase, Raised, Returned, Start, Started
 from maxbatch.testing.pod import Pod, PodError
 
@@ -97,6 +98,8 @@ def _join(start: Start) -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", -1)
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.config.update("jax_check_proxy_envs", False)  # a warning about proxies, which loopback does not use
+    leave_out_proxies("localhost")
     jax.distributed.initialize(
         f"localhost:{start.port}", start.num_hosts, start.host, cluster_detection_method="deactivate",
         coordinator_bind_address=f"localhost:{start.port}", heartbeat_timeout_seconds=_SILENCE_S,

@@ -6,29 +6,22 @@ and nothing is read that the run does not read.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-import os
 from collections.abc import Mapping
 
 import jax
 
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, gather, is_first
+from maxbatch.parallel.jax_settings import settings_in_force
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.runs.run_id import RunIdentity
-from maxbatch.system.errors import ConfigError
+from maxbatch.system.errors import ConfigError, one_line
 from maxbatch.training.compile.saved import versions
 
-# Settings of JAX, also from the environment, that affect programs or random numbers.
-_JAX_SETTINGS = (
-    "jax_default_matmul_precision",
-    "jax_enable_x64",
-    "jax_default_prng_impl",
-    "jax_threefry_partitionable",
-    "jax_numpy_dtype_promotion",
-    "jax_disable_jit",
-)
-_OF_A_PLACE = ("--xla_dump", "--xla_force_host_platform_device_count")  # flags without effect on programs
+# Packages besides those of the compiler (`versions`) that make rows, random numbers or tokens.
+_PACKAGES = ("numpy", "ml_dtypes", "grain", "tokenizers", "sentencepiece")
 
 
 def check_same_start(command: str, stated: Mapping[str, str]) -> None:
@@ -47,19 +40,23 @@ def check_same_start(command: str, stated: Mapping[str, str]) -> None:
 
 
 def _machine() -> dict[str, str]:
-    """Returns the versions, devices and settings that determine programs."""
+    """Returns the software of a host, and its devices."""
     devices = jax.local_devices()
-    found = versions(devices[0].platform)
+    return software_of(devices[0]) | {"devices of the host": f"{len(devices)} x {devices[0].device_kind}"}
+
+
+def software_of(device: jax.Device) -> dict[str, str]:
+    """Returns the versions and settings by which programs, random numbers or data may differ."""
+    found = versions(device.platform)
     found.pop("cpu", None)  # every host compiles for its own CPU
     found["source of maxbatch"] = found.pop("source")
     found["maxbatch"] = importlib.metadata.version("maxbatch")
-    flags = (flag for flag in os.environ.get("XLA_FLAGS", "").split() if not flag.startswith(_OF_A_PLACE))
-    return {
-        **found,
-        "devices of the host": f"{len(devices)} x {devices[0].device_kind}",
-        "XLA_FLAGS": " ".join(sorted(flags)),
-        **{name.upper(): str(getattr(jax.config, name, None)) for name in _JAX_SETTINGS},
-    }
+    for package in _PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    if device.platform != "cpu":
+        found["driver"] = one_line(device.client.platform_version)
+    return found | settings_in_force(device.platform)
 
 
 def share_folder(folder: RunFolder) -> RunIdentity:

@@ -8,6 +8,7 @@ from maxbatch.config.combined import PlanConfig
 from maxbatch.config.config import Config
 from maxbatch.config.pins import THE_CUT, changed_since, read_written, states_batch
 from maxbatch.config.sections import THE_BATCH
+from maxbatch.config.values import shown
 from maxbatch.plan.batch import BatchPlan
 from maxbatch.runs.devices import read_devices
 from maxbatch.runs.run_id import RunIdentity
@@ -42,6 +43,16 @@ def changed_reads(before: RunIdentity, reads: Mapping[str, str]) -> list[str]:
     now = before.reading(reads).reads
     changed = [name for name in reads if before.reads.get(name, now[name]) != now[name]]
     return [f"changed since the last session: {'; '.join(changed)}"] if changed else []
+
+
+def changed_software(before: RunIdentity, software: Mapping[str, str]) -> list[str]:
+    """Returns a line for each version or setting that differs from the last session's."""
+    return [
+        f"{name}: {shown(before.software[name]) or '(none)'} before, {shown(now) or '(none)'} now: "
+        "changes programs, and updates by rounding"
+        for name, now in software.items()
+        if name in before.software and before.software[name] != now
+    ]
 
 
 def _plan_before(run_dir: AnyPath, before: PlanConfig, plan: BatchPlan) -> BatchPlan | None:

@@ -46,7 +46,7 @@ from maxbatch.system.errors import (
 )
 from maxbatch.system.folding import counted, folded
 from maxbatch.system.terminal import TrainingConsole
-from maxbatch.training.agreement import share_folder
+from maxbatch.training.agreement import share_folder, software_of
 from maxbatch.training.compile.background import Background, compile_here
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.compile.flags import program_options
@@ -56,7 +56,7 @@ from maxbatch.training.record.own_end import OwnEnd, OwnOutput
 from maxbatch.training.record.profiling import Profiler
 from maxbatch.training.record.progress import RunProgress
 from maxbatch.training.record.recorder import Output, Recorder, ThroughputMeter
-from maxbatch.training.resuming import changed_reads, changes_since
+from maxbatch.training.resuming import changed_reads, changed_software, changes_since
 from maxbatch.training.signals import StopRequest
 from maxbatch.training.task import B, Built, Opened, Running, ShowText, Start
 from maxbatch.training.update.recipe import TrainedRecipe
@@ -190,17 +190,19 @@ class Session(Generic[B]):
         start = Start(position, restored.ahead if restored else None, not restored, parameters)
         self.built = None if self.is_complete else self._build(start)
         reads = self.built.reads if self.built else {}
+        software = software_of(context.devices[0])
         self._changes: list[str] = []
         if self.position.step and is_first():
             self._changes = changes_since(self.folder.path, self.config, self.plan, self.position.samples_seen)
             self._changes += changed_reads(context.identity, reads)
+            self._changes += changed_software(context.identity, software)
         if self.is_complete:
             self._clock.withdraw()
         elif is_first():
             self._clock.stand_at(self.position.step)
             self.folder.begin_again()
             self.folder.write("config.yml", dump_config(self.config))
-            self.folder.note_reads(reads)
+            self.folder.note_session(reads, software)
             self._record_devices()
 
     def _pin_origin(self, newest: CheckpointRecord | None) -> FirstParameters:

@@ -127,7 +127,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "local_checkpoint_period", "eval_interval", "eval_steps",
         "eval_samples", "eval_tasks", "eval_tasks_limit", "early_stopping_patience", "log_to", "log_period",
         "profile_steps", "generate_prompt", "peak_tflops_per_device", "compilation_cache_dir", "heartbeat_timeout_s",
-            "transcript_period", "own_parts",
+        "host_wait_s", "transcript_period", "own_parts",
     }  # fmt: skip
 
 

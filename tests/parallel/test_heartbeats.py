@@ -28,7 +28,7 @@ import sys, time
 from pathlib import Path
 from maxbatch.parallel.hosts import together
 from maxbatch.system.errors import report
-with together(report, int(sys.argv[1]), lambda: 12):
+with together(report, int(sys.argv[1]), 300, lambda: 12):
     Path(sys.argv[2]).touch()
     time.sleep(600)
 """

@@ -26,6 +26,7 @@ def start_hosts(
     variables: Mapping[int, Mapping[str, str]] = {},
     commands: Sequence[str] = (),
     by_slurm: bool = False,
+    makes_devices: bool = True,
 ) -> list[tuple[int, str]]:
     """Starts a host for each item of `own`, its own arguments; returns codes and outputs.
 
@@ -42,7 +43,8 @@ def start_hosts(
         else:
             joined |= variables_of_host(port, len(own), index)
         command = commands[index] if commands else "train"
-        line = [sys.executable, "-m", "maxbatch", command, *arguments, *more, "--simulate-devices", "1"]
+        devices = ["--simulate-devices", "1"] if makes_devices else []
+        line = [sys.executable, "-m", "maxbatch", command, *arguments, *more, *devices]
         hosts.append(subprocess.Popen(
             line, env=environment() | joined | variables.get(index, {}), stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, text=True, stdin=subprocess.DEVNULL, start_new_session=True,

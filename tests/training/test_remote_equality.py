@@ -34,7 +34,7 @@ def train_on_two_hosts(runs: Sequence[Sequence[str]]) -> None:
     """Trains runs one after the other on the same two hosts of four devices each."""
 
     def train_each(pod: Pod) -> None:
-        with together(report, 30, lambda: None):
+        with together(report, 30, 300, lambda: None):
             for keys in runs:
                 train(load_config(overrides=keys))
 
