@@ -171,7 +171,8 @@ def _compile_run(
             raise _does_not_fit(name, done[name].verdict, target, "works: a smaller eval_per_device_batch_size")
     executables = {name: one.executable for name, one in done.items() if one.executable is not None}
     keys = program_keys(config)
-    size = save_programs(folder, keys, target.devices, shapes, executables) if is_first() else 0
+    seconds = [done[step_name(shape)].modelled.modelled_step_s for shape in shapes]
+    size = save_programs(folder, keys, target.devices, shapes, executables, seconds) if is_first() else 0
     peak = mfu_peak(target.chip, config.quantization, config.peak_tflops_per_device)
     if is_first() and not is_json:
         _show(done, target, peak, folder, size)

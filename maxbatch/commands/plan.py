@@ -33,14 +33,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples-per-epoch", type=count, metavar="N", help=samples)
     survive = "show the same batch on every machine down to K slices fewer (hosts, if there is one slice)"
     parser.add_argument("--survive", type=count, metavar="K", help=survive)
-    topology = "the TPU slice of --survive: compile for each machine, and show its memory and modelled step"
+    topology = "plan for a TPU slice: v5p:4x4x4, or v5p-128; with --survive also compile for each machine"
     parser.add_argument("--topology", metavar="T", help=topology)
     failures = "print the checkpoint period for F failures a day"
     parser.add_argument("--failures-per-day", type=_positive(4), metavar="F", help=failures)
     save = "seconds that a checkpoint holds training up (default: as measured in run_dir, else 10)"
     parser.add_argument("--save-seconds", type=_positive(10), metavar="S", help=save)
-    step = "seconds of an update (default: as measured in run_dir)"
-    parser.add_argument("--step-seconds", type=_positive(2), metavar="S", help=step)
+    step = "seconds of a full update of the last stage (default: by compiled_dir, or as measured in run_dir)"
+    time = parser.add_mutually_exclusive_group()
+    time.add_argument("--step-seconds", type=_positive(2), metavar="S", help=step)
+    share = "assume a share F of the devices' peak, for the days and device-hours of the run"
+    within = real(Bounds(above=0, at_most=1), "above 0, at most 1", 0.4)
+    time.add_argument("--mfu", type=within, metavar="F", help=share)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--layout", action="store_true", help="show which device gets which sample")
     words = "print the settings of other frameworks for the same batch"
@@ -49,9 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints the plan of a config; returns the exit code."""
+    from maxbatch.commands.update_time import update_time
     from maxbatch.config.rules import check_dataset
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
+    from maxbatch.plan.run_time import run_time
     from maxbatch.plan.stages import check_epochs
 
     config = config_of(args, needs=())
@@ -59,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
     recipe = config.recipe
     has_hosts, args.hosts = args.hosts is not None, args.hosts or 1
     check_dataset(config)
+    has_devices = args.devices is not None or bool(args.topology)
     if args.topology:
         config = _take_topology(config, args)
     if recipe.is_sampled and not _may_mean_rows(args):
@@ -86,13 +93,19 @@ def run(args: argparse.Namespace) -> int:
         warn(warning)
     model, peak = _model(config) if "model" not in own else {}, _known_peak(config, args.topology)
     of_update = _trained_tokens(config, plan) if recipe.has_answers else None
-    period = _checkpoint_period(config, args)
+    timed = update_time(
+        config, plan, step_seconds=args.step_seconds, mfu=args.mfu, peak=peak,
+        flops_per_token=model.get("flops_per_token"), has_devices=has_devices,
+    )  # fmt: skip
+    time = run_time(plan, *timed) if timed else None
+    period = _checkpoint_period(config, args, timed.update.seconds if timed else None)
     rows = _survival(config, args, plan, epoch) if args.survive else []
     if args.json:
         import json
 
         unknown = dict.fromkeys(("num_parameters", "num_active_parameters", "flops_per_token"))
         printed = plan.to_dict() | unknown | model | {"mfu_peak": peak and peak._asdict()} | whole_layout
+        printed |= time._asdict() if time else {}
         if own:
             printed["own_parts"] = own
         if recipe.has_answers:
@@ -115,6 +128,8 @@ def run(args: argparse.Namespace) -> int:
     of_model = "\n".join(filter(None, (_in_words(model) if model else "", of_own)))
     of_model = f"{of_model}\n{_peak_in_words(peak, config.quantization)}"
     render_plan(plan, config.plan, of_model, console)
+    if time and timed:
+        console.print(f"\n{time.in_words(timed.num_devices)}", soft_wrap=True)
     if of_update:
         console.print(f"\ntrained tokens per update: {of_update['mean']:,.1f} ± {of_update['std']:,.1f} (mean ± std)")
     if rows:
@@ -151,18 +166,24 @@ def _loaded_before(config: Config) -> Resume:
 
 
 def _take_topology(config: Config, args: argparse.Namespace) -> Config:
-    """Sets the devices and hosts of the flags' slices; returns the config with the flags of its chip."""
-    from maxbatch.commands.surviving import topology_machine
-    from maxbatch.training.compile.topology import parse_slice
+    """Sets the devices and hosts of the flags' slices.
 
-    if args.survive is None:
-        parse_slice(args.topology)
-        raise ConfigError(f"--topology {args.topology}: must be given beside --survive; works: --survive 1, or "
-                          f"maxbatch compile --topology {args.topology}")  # fmt: skip
+    Returns:
+      The config; with `--survive`, which compiles, with the flags of the chip.
+    """
+    from maxbatch.training.compile.topology import stated_slice
+
+    sold = stated_slice(args.topology)
+    args.topology = str(sold)
     for flag, value in (("--devices", args.devices), ("--hosts", args.hosts if args.hosts > 1 else None)):
         if value is not None:
             raise ConfigError(f"{flag} {value}: must not be given beside --topology, which has its own; "
                               f"works: --topology {args.topology}")  # fmt: skip
+    args.devices, args.hosts = sold.num_devices * args.slices, sold.num_hosts * args.slices
+    if args.survive is None:
+        return config
+    from maxbatch.commands.surviving import topology_machine
+
     config, machine = topology_machine(config, args.topology, args.slices)
     args.devices, args.hosts = machine.num_devices, machine.num_hosts
     return config
@@ -185,19 +206,18 @@ def _positive(works: float) -> Callable[[str], object]:
     return real(Bounds(1e-6, 1e9), "from 1e-6 to 1e9", works)
 
 
-def _checkpoint_period(config: Config, args: argparse.Namespace) -> CheckpointPeriod | None:
+def _checkpoint_period(config: Config, args: argparse.Namespace, step_seconds: float | None) -> CheckpointPeriod | None:
     if args.failures_per_day is None:
-        for flag, value in (("--save-seconds", args.save_seconds), ("--step-seconds", args.step_seconds)):
-            if value is not None:
-                raise ConfigError(f"{flag} {value}: must be given beside --failures-per-day; works: "
-                                  f"{flag} {value} --failures-per-day 4")  # fmt: skip
+        if args.save_seconds is not None:
+            raise ConfigError(f"--save-seconds {args.save_seconds}: must be given beside --failures-per-day; works: "
+                              f"--save-seconds {args.save_seconds} --failures-per-day 4")  # fmt: skip
         return None
     from maxbatch.plan.checkpoint_period import period_for
     from maxbatch.runs.sessions import mean_seconds, read_sessions
     from maxbatch.system.storage import as_path
 
     measured = mean_seconds(read_sessions(as_path(config.run_dir)), config.checkpoint_period)
-    period = period_for(args.failures_per_day, args.save_seconds, args.step_seconds, measured)
+    period = period_for(args.failures_per_day, args.save_seconds, step_seconds, measured)
     if period.save_seconds_source == "assumed":
         note(f"a checkpoint is assumed to hold training up for {period.save_seconds:g} s, since {config.run_dir} has "
              "no sessions to measure it; --save-seconds states it")  # fmt: skip

@@ -13,7 +13,7 @@ from maxbatch.plan.survival import Machine, smaller_machines
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.compile.flags import flags_in_force, state_flags
 from maxbatch.training.compile.target import Target, find_target
-from maxbatch.training.compile.topology import parse_slice
+from maxbatch.training.compile.topology import stated_slice
 
 if TYPE_CHECKING:
     from maxbatch.training.compile.modelled import Modelled
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def add_target_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the config and the flags that name the devices."""
     add_config(parser)
-    topology = "a TPU slice that is not here, in chips: v5p:4x4x4 (default: this machine)"
+    topology = "a TPU slice that is not here, in chips (v5p:4x4x4) or by Google's name (v5p-128); default: this machine"
     parser.add_argument("--topology", metavar="T", help=topology)
     slices = "slices of that topology (default 1)"
     parser.add_argument("--slices", type=count, metavar="S", default=1, help=slices)
@@ -49,8 +49,9 @@ def config_before_devices(args: argparse.Namespace) -> Config:
         raise ConfigError(f"--simulate-devices {args.simulate_devices}: must not be given beside --topology, which "
                           f"says how many devices there are; works: --topology {args.topology}")  # fmt: skip
     simulate_devices(args.simulate_devices)
-    version = parse_slice(args.topology).version if args.topology else None
-    state_flags(config.libtpu_flags, config.data_cache_dir, version)
+    sold = stated_slice(args.topology) if args.topology else None
+    args.topology = str(sold) if sold else None
+    state_flags(config.libtpu_flags, config.data_cache_dir, sold.version if sold else None)
     return config
 
 

@@ -94,9 +94,10 @@ class LengthConfig(Section, changes="the end of the run, and rates that follow i
     """How long: exactly one of the first four (a higher layer displaces the others), and the length of a row."""
 
     steps: int | None = key(200, "optimizer updates", NOTHING, COUNT, "updates", part=Part.LENGTH, warm_start=False)
-    train_samples: Quantity | None = key(None, "samples (rows); suffixes K, M, B or Ki, Mi, Gi",
+    train_samples: Quantity | None = key(None, "samples (rows); suffixes K, M, B, T or Ki, Mi, Gi, Ti",
         NOTHING, COUNT, "samples", part=Part.LENGTH, maxtext=OURS, warm_start=False)
-    train_tokens: Quantity | None = key(None, "tokens (slots), rounded up to a sample; suffixes K, M, B or Ki, Mi, Gi",
+    train_tokens: Quantity | None = key(None,
+        "tokens (slots), rounded up to a sample; suffixes K, M, B, T or Ki, Mi, Gi, Ti",
         NOTHING, COUNT, "tokens", part=Part.LENGTH, maxtext=OURS, warm_start=False)
     num_epochs: Exact | None = key(None, "passes over the training split, may be fractional; not for a mixture",
         NOTHING, POSITIVE, "passes", part=Part.LENGTH, maxtext="num_epoch", warm_start=False)
@@ -559,7 +560,7 @@ class EvaluationConfig(Section, changes="the evals"):
     eval_steps: int = key(-1, "most batches of an eval; its samples depend on the devices; -1: the whole held-out part",
         NOTHING, COUNT_OR_OFF, "batches")
     eval_samples: Quantity | None = key(None, "most samples of an eval, the same on any devices; null: the whole "
-        "held-out part; suffixes K, M, B or Ki, Mi, Gi", NOTHING, COUNT, "samples", maxtext=OURS)
+        "held-out part; suffixes K, M, B, T or Ki, Mi, Gi, Ti", NOTHING, COUNT, "samples", maxtext=OURS)
     eval_tasks: str = key("", "lm-evaluation-harness tasks scored at each eval, by commas: names, patterns, files, "
         'folders; "": none', NOTHING, maxtext=OURS, warm_start=False)
     eval_tasks_limit: int | None = key(None,

@@ -24,8 +24,10 @@ Value = bool | Number | str | None
 NULLS = ("", "~", "null", "none")
 TEXTS = ("text", "local", "path", "paths")
 
-SUFFIXES = "suffixes K, M, B; Ki, Mi, Gi"  # for messages
-_SUFFIXES = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+SUFFIXES = "suffixes K, M, B, T; Ki, Mi, Gi, Ti"  # for messages
+_SUFFIXES = {
+    "": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40
+}  # fmt: skip
 _DECIMAL = re.compile(r"[+-]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][+-]?\d{1,3})?")
 _LARGEST = 2**63 - 1
 _ENDS = (
@@ -200,12 +202,7 @@ def _quantity(text: str) -> _Parsed:
     value = amount(text)
     if value is not None and value.denominator == 1 and abs(value) <= _LARGEST:
         return int(value), None
-    trillions = _decimal(text[:-1].strip()) if text[-1:].upper() == "T" else None
-    if trillions is None:
-        return None, value or _grouped(text)
-    value = trillions * 10**12
-    is_allowed = value.denominator == 1 and abs(value) <= _LARGEST
-    return None, f"{plain_number(trillions * 1000)}B" if is_allowed else value
+    return None, value or _grouped(text)
 
 
 def _grouped(text: str) -> Fraction | None:
@@ -224,10 +221,12 @@ def _batch(text: str) -> _Parsed:
 def amount(text: str) -> Fraction | None:
     """Returns the exact value of a number, with an optional suffix; None for other text.
 
-    The suffixes K, M and B are powers of 1,000; Ki, Mi and Gi powers of 1,024.
+    The suffixes K, M, B and T are powers of 1,000; Ki, Mi, Gi and Ti powers of 1,024. A lower-case t is no suffix: it
+    marks tokens.
     """
     digits = text.rstrip(string.ascii_letters)
-    scale = _SUFFIXES.get(text[len(digits) :].upper())
+    suffix = text[len(digits) :]
+    scale = None if suffix == "t" else _SUFFIXES.get(suffix.upper())
     number = None if scale is None else _decimal(digits.strip())
     return None if number is None or scale is None else number * scale
 

@@ -15,7 +15,7 @@ from maxbatch.config.combined import PlanConfig
 from maxbatch.config.values import Value, exact, first_of
 from maxbatch.plan.divisors import largest_divisor, nearest_divisor
 from maxbatch.plan.mesh_shape import MeshShape, pipeline_microbatches
-from maxbatch.plan.refusal import Refusal, in_words, stated
+from maxbatch.plan.refusal import MOST_TYPED, Refusal, in_words, stated
 from maxbatch.plan.seesaw import Seesaw
 from maxbatch.plan.stages import (
     MOST_ROWS,
@@ -207,15 +207,21 @@ def _unheld_batches(
         return Refusal(config, p, rule, {p: unit.rows_per_device})
     divisible = f"must be divisible by {unit.rows} ({unit})"
     rule = f"{divisible} unless batch_padding=true"
-    fitting = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches]
+    nearest_batches = [(t, int(nearest_multiple(batch, unit.rows, MOST_SAMPLES))) for t, batch in batches[ahead:]]
+    fitting = [*batches[:ahead], *nearest_batches]
     key = "global_batch_size"
     batch: Value = fitting[0][1]
     if isinstance(config.batch.global_batch_size, str):
         batch = tokens_text(fitting[0][1], config.slots_per_sample)
     if config.batch.batch_size_schedule is not None:
         named = first_of([f"stage {i} of {batches[i][1]}" for i in unheld], _MOST_NAMED)
-        rule = f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true"
+        rule = f"every stage ahead {divisible}, but {named} cannot, unless batch_padding=true keeps every batch"
         key, batch = "batch_size_schedule", stated_schedule(fitting, config.slots_per_sample)
         if seesaw := Seesaw.if_stated(config):
             batch = f"seesaw {fitting[0][1]} {seesaw.factor}"
-    return Refusal(config, key, rule, {key: batch} if unit.rows <= MOST_SAMPLES else {parts: -1})
+    remedy: dict[str, Value] = {key: batch}
+    if unit.rows > MOST_SAMPLES:
+        remedy = {parts: -1}
+    elif len(str(batch)) > MOST_TYPED:
+        remedy = {"batch_padding": True}
+    return Refusal(config, key, rule, remedy)

@@ -10,13 +10,17 @@ from maxbatch.config.keys import Keyed, Section
 from maxbatch.config.values import Number, Value, exact, plain_number, shown, value_text
 from maxbatch.system.errors import ConfigError
 
+MOST_TYPED = 500  # characters of a value after `works:`; a longer one is left out, since a part of it is another value
 _MOST_TRIES = 8  # a refusal seldom needs more than two
 _T = TypeVar("_T")
 _S = TypeVar("_S", bound=Section)
 
 
 class Refusal(ConfigError):
-    """A broken rule of the config; `works` holds key values that satisfy it with all others unchanged."""
+    """A broken rule of the config; `works` holds key values that satisfy it with all others unchanged.
+
+    It is empty where the values are too long to type; the rule then names the part that is wrong.
+    """
 
     def __init__(self, config: Keyed, name: str, rule: str, works: Mapping[str, Value]) -> None:
         super().__init__(f"{stated(config, name)}: {rule}")
@@ -24,7 +28,7 @@ class Refusal(ConfigError):
 
     def __str__(self) -> str:
         works = " ".join(f"{key}={_text(value)}" for key, value in self.works.items())
-        return f"{super().__str__()}; works: {works}"
+        return super().__str__() + (f"; works: {works}" if works else "")
 
 
 def stated(config: Keyed, *names: str) -> str:

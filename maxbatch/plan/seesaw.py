@@ -96,6 +96,24 @@ class Seesaw(NamedTuple):
             stages.append((cut, batch))
         return [(Fraction(start), batch) for start, batch in stages]
 
+    def samples_for(self, rates: RatesConfig, steps: int, most: int) -> int:
+        """Returns the samples of a run of about so many updates; `most` is that of `batches`."""
+        fewest = steps * self.first_batch
+        end = fewest
+        while self._num_updates(rates, end, most) < steps and end < most:
+            end *= self.factor
+        updates = partial(self._num_updates, rates, most=most)
+        return bisect.bisect_left(range(fewest, end), steps, key=updates) + fewest
+
+    def _num_updates(self, rates: RatesConfig, total_samples: int, most: int) -> int:
+        stages = self.batches(rates, total_samples, most)
+        ends = [*(int(start) for start, _ in stages[1:]), total_samples]
+        position = updates = 0
+        for (_, batch), end in zip(stages, ends, strict=True):
+            of_stage = max(0, -(-(end - position) // batch))
+            updates, position = updates + of_stage, position + of_stage * batch
+        return updates
+
     def rate_scale(self, batch: int) -> float:
         """Returns the factor on the peak rate of a stage: the root of the first batch over the stage's."""
         return math.sqrt(self.first_batch / batch)

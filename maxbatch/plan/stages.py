@@ -6,7 +6,9 @@ N devices, p rows per device, g accumulation steps, M micro-batch, B global batc
 
 from __future__ import annotations
 
+import itertools
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import NamedTuple
@@ -14,14 +16,13 @@ from typing import NamedTuple
 from maxbatch.config.combined import PlanConfig
 from maxbatch.config.values import Value, counted, exact, shown
 from maxbatch.plan.divisors import divisors
-from maxbatch.plan.refusal import Refusal, in_words, stated
+from maxbatch.plan.refusal import MOST_TYPED, Refusal, in_words, stated
 from maxbatch.plan.seesaw import Seesaw
 
 MOST_STAGES = 10_000
 MOST_ROWS = 2**31  # per device
 MOST_SAMPLES = 2**40  # per update; far beyond any machine
 _LARGEST = 2**63 - 1  # of all numbers
-_MOST_TEXT = 80  # characters of a schedule that a message names
 
 Batches = Sequence[tuple[Fraction, int]]  # pairs of threshold in samples and global batch
 
@@ -115,7 +116,9 @@ def stated_batches(config: PlanConfig) -> Batches | None:
         total = data_end(config, None)
         if total is None:
             rule = "needs a length in samples or tokens, which its stages divide"
-            works: dict[str, Value] = {"train_samples": 100_000}
+            steps = config.length.steps
+            samples = 100_000 if steps is None else seesaw.samples_for(config.rates, steps, MOST_SAMPLES)
+            works: dict[str, Value] = {"train_samples": samples}
             works |= {name: None for name in ("steps", "num_epochs") if config.length[name] is not None}
             raise Refusal(config, "batch_size_schedule", rule, works)
         return seesaw.batches(config.rates, total, MOST_SAMPLES)
@@ -138,7 +141,7 @@ def parse_schedule(text: str, length: int) -> Batches:
 
     def refusal(rule: str, works: str) -> Refusal:
         key = "batch_size_schedule"
-        return Refusal({key: text}, key, rule, {key: works})
+        return Refusal({key: text}, key, rule, {key: works} if len(works) <= MOST_TYPED else {})
 
     words = text.replace(",", " ").split()
     if not 1 <= len(words) <= MOST_STAGES:
@@ -148,7 +151,10 @@ def parse_schedule(text: str, length: int) -> Batches:
         left, _, right = word.partition(":")
         threshold, batch = counted(left, length), counted(right, length)
         if batch and right.endswith("t") and batch.denominator != 1:
-            raise refusal(f"{shown(right)}: {_whole_samples(length)}", " ".join(_in_whole_samples(words, length)))
+            nearest = tokens_text(nearest_multiple(batch, 1, MOST_SAMPLES), length)
+            works = " ".join(_in_whole_samples(words, length))
+            example = f", such as {nearest}" if len(works) > MOST_TYPED else ""
+            raise refusal(f"{shown(right)}: {_whole_samples(length)}{example}", works)
         if threshold is None or batch is None or batch.denominator != 1 or not 1 <= batch <= MOST_SAMPLES:
             raise refusal(f"{shown(word)} must be SAMPLES:BATCH", "0:256 100K:512 2Bt:1024")
         batches.append((threshold, int(batch)))
@@ -163,18 +169,17 @@ def parse_schedule(text: str, length: int) -> Batches:
 
 
 def stated_schedule(batches: Batches, length: int) -> str:
-    """Returns a schedule as text, in whole samples or tokens; a long one is cut to its first stages."""
-    pairs: dict[Fraction, str] = {}
+    """Returns a schedule as text, in whole samples or tokens; stages of the same batch that follow each other are one.
+
+    The text is whole, whatever its length: a schedule without its last stages is another run.
+    """
+    pairs: dict[Fraction, tuple[str, int]] = {}
     for threshold, batch in batches:
         tokens = math.ceil(threshold * length)
         start = f"{threshold}" if threshold.denominator == 1 else f"{tokens}t"
-        pairs[Fraction(tokens, length)] = f"{start}:{batch}"
-    text, *others = pairs.values()
-    for pair in others:
-        if len(text) + len(pair) >= _MOST_TEXT:
-            break
-        text = f"{text} {pair}"
-    return text
+        pairs[Fraction(tokens, length)] = start, batch
+    stages = [next(group) for _, group in itertools.groupby(pairs.values(), key=operator.itemgetter(1))]
+    return " ".join(f"{start}:{batch}" for start, batch in stages)
 
 
 def nearest_multiple(value: int | Fraction, unit: int | Fraction, most: int = _LARGEST) -> Fraction:
@@ -194,12 +199,20 @@ def ramp_numbers(config: PlanConfig) -> tuple[Fraction, Fraction, Fraction]:
 
 
 def nearest_ramp(config: PlanConfig, unit: Fraction = Fraction(1)) -> dict[str, Value]:
-    """Returns the keys of a ramp near the stated one: whole increments, rows per device in multiples of unit."""
+    """Returns the keys of a ramp near the stated one: whole increments, rows per device in multiples of unit.
+
+    Its last batch is the multiple nearest to the stated one, unless no ramp of the same direction ends there.
+    """
     p, a, c = ramp_numbers(config)
     start, target = (nearest_multiple(rows, unit, MOST_ROWS) for rows in (a, p))
     if start == target:
         step = nearest_multiple(abs(c), unit, MOST_ROWS)
-        target = start + step if start + step <= MOST_ROWS else start - unit
+        starts = [target + step, target + unit] if p < a else [target - step, target - unit]
+        allowed = [rows for rows in starts if unit <= rows <= MOST_ROWS]
+        if allowed:
+            start = allowed[0]
+        else:
+            target = start + step if start + step <= MOST_ROWS else start - unit
     units, wanted = abs(target - start) / unit, abs(c) / unit
     fitting = [d for d in divisors(int(units)) if units / d <= MOST_STAGES]
     step = unit * min(fitting, key=lambda d: abs(d - wanted))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import shlex
 from typing import Any
 
@@ -132,3 +133,41 @@ def test_what_a_message_names_works(
 ) -> None:
     machine = {"num_devices": devices, "num_hosts": hosts, "num_slices": slices}
     follow(stated, machine, samples_per_epoch=samples_per_epoch, resume=resume)
+
+
+def batch_at(schedule: str, position: int) -> int:
+    stages = [tuple(map(int, word.split(":"))) for word in schedule.split()]
+    return max(stage for stage in stages if stage[0] <= position)[1]
+
+
+@pytest.mark.parametrize("stages", [2, 9, 12, 25, 40, 60, 126, 400])
+@pytest.mark.parametrize("devices", [3, 8, 16])
+def test_a_schedule_that_works_keeps_every_threshold_and_every_batch(stages: int, devices: int) -> None:
+    thresholds = [i * 300_000 // stages for i in range(stages)]
+    batches = [devices + 7 * i for i in range(stages)]
+    stated = " ".join(f"{position}:{batch}" for position, batch in zip(thresholds, batches, strict=True))
+    machine = {"num_devices": devices}
+    messages = follow({"batch_size_schedule": stated}, machine)
+    assert len(messages) == 1 and "batch_padding=true keeps every batch" in messages[0]
+    [works] = shlex.split(messages[0].partition("; works: ")[2])
+    key, value = works.split("=", 1)
+    if key == "batch_padding":
+        assert len(stated) > 400
+        plan = plan_of({"batch_size_schedule": stated, key: value}, machine)
+        assert [stage.global_batch_size for stage in plan.stages] == batches
+        return
+    assert len(value) <= 500
+    for position, batch in zip(thresholds, batches, strict=True):
+        assert abs(batch_at(value, position) - batch) <= devices / 2
+    texts = [word.partition(":")[2] for word in value.split()]
+    assert all(before != after for before, after in itertools.pairwise(texts)), "no stage is in it twice"
+
+
+def test_a_long_schedule_with_a_wrong_pair_names_the_pair() -> None:
+    stages = [f"{i * 1000}:{8 * i + 8}" for i in range(100)]
+    for wrong, said in (
+        ("500:8", "thresholds must rise, 500:8 does not"),
+        ("200000:1000000t", "1000000t: tokens of a batch must be whole samples of 256 tokens, such as 999936t"),
+    ):
+        with pytest.raises(ConfigError, match=f"{said}$"):
+            plan_of({"batch_size_schedule": " ".join([*stages, wrong])}, {"num_devices": 8})

@@ -62,11 +62,13 @@ def save_programs(
     devices: Sequence[jax.Device],
     shapes: Sequence[BatchShape],
     programs: Mapping[str, jax.stages.Compiled],
+    modelled_step_s: Sequence[float | None] = (),
 ) -> int:
     """Writes the programs of a run. The manifest comes last, so only a complete folder has one.
 
     `config_keys` are those of `program_keys`. Shapes are those of the steps, in the order of `plan_shapes`; the
-    programs were compiled for the devices.
+    programs were compiled for the devices. `modelled_step_s` are the steps' seconds by the compiler's schedule, for
+    `plan`; None where it has no clock.
 
     Returns:
       The bytes written.
@@ -83,6 +85,7 @@ def save_programs(
         "format": FORMAT,
         **_identity(config_keys, devices),
         "shapes": shapes,
+        "modelled_step_s": modelled_step_s,
         "programs": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
     }
     with (

@@ -1,9 +1,9 @@
 """TPU slices on sale, in libtpu's terms. No JAX.
 
-A slice is `VERSION:XxY[xZ]`, in chips. Wrap-around links, chips per host and JAX devices per chip are options of
-libtpu, and its defaults match no slice on sale. Sources of the rules: MaxText's table of slices
-(`accelerator_to_spec_map.py` in https://github.com/AI-Hypercomputer/maxtext) and each version's page under
-https://docs.cloud.google.com/tpu/docs.
+A slice is `VERSION:XxY[xZ]`, in chips, or Google's name of it, `VERSION-N`, in TensorCores (v4, v5p, tpu7x) or chips
+(v5e, v6e). Wrap-around links, chips per host and JAX devices per chip are options of libtpu, and its defaults match no
+slice on sale. Sources of the rules: MaxText's table of slices (`accelerator_to_spec_map.py` in
+https://github.com/AI-Hypercomputer/maxtext) and each version's page under https://docs.cloud.google.com/tpu/docs.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ import dataclasses
 import math
 import re
 
-from maxbatch.config.values import nearest_name, shown
+from maxbatch.config.values import first_of, nearest_name, shown
 from maxbatch.system.chips import TPUS
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import counted
+from maxbatch.system.warning import note
 
 _LARGEST = 2**14  # chips of a slice, above any on sale
 _ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "v7x": "tpu7x", "ironwood": "tpu7x"}
@@ -28,16 +30,30 @@ class _Version:
     wraps_from: int  # chips; an axis of a multiple of this length has wrap-around links
     wraps_whole: bool  # whether links wrap only if all axes are multiples: cubes of 4x4x4 joined by switches
     chip_config: str  # libtpu's name for the devices of a chip
+    cores: int  # TensorCores per chip, which Google's names count; 1: they count chips
+    cubes: tuple[int, ...]  # sizes of the slices with a name, in cubes of 4x4x4; none of a network of two axes
     has_single_chip: bool = False  # whether a slice of one chip is sold
+    devices: int = 1  # JAX devices of a chip
 
 
+def _cube_like(number: int) -> tuple[int, int, int]:
+    """Returns the three factors a <= b <= c of a number that are most alike: the default shape of so many cubes."""
+    pairs = [(a, b) for a in range(1, number + 1) if number % a == 0 for b in range(a, number + 1)]
+    triples = [(a, b, number // a // b) for a, b in pairs if number % (a * b) == 0 and number // a // b >= b]
+    return min(triples, key=lambda triple: triple[::-1])
+
+
+# The named slices of v5p and tpu7x up to 6,144 chips: at most 61 cubes along an axis.
+_CUBES_TO_96 = tuple(n for n in range(1, 97) if _cube_like(n)[-1] <= 61)
 _VERSIONS = {
     # A chip's two cores are one device; `dense` leaves programs 1 GiB more.
-    "v4": _Version(3, 4, True, "megacore_dense"),
-    "v5e": _Version(2, 16, False, "default", has_single_chip=True),
-    "v5p": _Version(3, 4, True, "megacore"),
-    "v6e": _Version(2, 16, False, "default", has_single_chip=True),
-    "tpu7x": _Version(3, 4, True, "default", has_single_chip=True),  # each core is a device
+    "v4": _Version(3, 4, True, "megacore_dense", 2, (1, 2, 3, 4, 8, 12, 16, 32)),
+    "v5e": _Version(2, 16, False, "default", 1, (), has_single_chip=True),
+    "v5p": _Version(3, 4, True, "megacore", 2, (*_CUBES_TO_96, 108, 140)),
+    "v6e": _Version(2, 16, False, "default", 1, (), has_single_chip=True),
+    "tpu7x": _Version(  # each core is a device
+        3, 4, True, "default", 2, (*_CUBES_TO_96, 108, 128, 140, 144), has_single_chip=True, devices=2
+    ),
 }
 
 
@@ -54,6 +70,22 @@ class Slice:
     @property
     def num_chips(self) -> int:
         return math.prod(self.layout)
+
+    @property
+    def num_devices(self) -> int:
+        """JAX devices of the slice."""
+        return self.num_chips * _VERSIONS[self.version].devices
+
+    @property
+    def num_hosts(self) -> int:
+        """Hosts of the slice, each with 2x2 chips, or with the only one."""
+        return -(-self.num_chips // 4)
+
+    def in_words(self) -> str:
+        """Returns its shape and its chips: "v5p:4x4x4, 64 chips (128 TensorCores)"."""
+        cores = _VERSIONS[self.version].cores
+        of_cores = f" ({self.num_chips * cores:,} TensorCores)" if cores > 1 else ""
+        return f"{self}, {counted(self.num_chips, 'chip')}{of_cores}"
 
     @property
     def wrap(self) -> tuple[bool, bool, bool]:
@@ -82,7 +114,9 @@ def smallest_slice(version: str) -> str:
 
 
 def parse_slice(topology: str) -> Slice:
-    """Parses a slice such as `v5p:4x4x4`; raises ConfigError with the nearest name."""
+    """Parses a slice such as `v5p:4x4x4` or `v5p-128`; raises ConfigError with the nearest name."""
+    if is_googles_name(topology):
+        return _named_slice(topology)
     version, _, layout = topology.strip().lower().partition(":")
     version = _ALIASES.get(version, version)
     if version not in _VERSIONS:
@@ -100,6 +134,48 @@ def parse_slice(topology: str) -> Slice:
             f"works: --topology {found}"
         )
     return found
+
+
+def stated_slice(topology: str) -> Slice:
+    """Returns the slice of `--topology`, and says which one a name of Google's means."""
+    sold = parse_slice(topology)
+    if is_googles_name(topology):
+        note(f"--topology {shown(topology)} is {sold.in_words()}")
+    return sold
+
+
+def is_googles_name(topology: str) -> bool:
+    """Returns whether a topology is stated by its number of TensorCores or chips, as in `v5p-128`."""
+    version, dash, number = topology.strip().lower().partition("-")
+    return _ALIASES.get(version, version) in _VERSIONS and bool(dash) and number.isdecimal()
+
+
+def _named_slice(name: str) -> Slice:
+    """Returns the slice of Google's name, in its default shape; raises ConfigError with the nearest name."""
+    stated, _, text = name.strip().lower().partition("-")
+    version = _ALIASES.get(stated, stated)
+    cores, number = _VERSIONS[version].cores, int(text[:9])
+    layouts = {math.prod(layout) * cores: layout for layout in _default_layouts(version)}
+    if len(text) > 9 or number not in layouts:
+        nearest = min(layouts, key=lambda known: abs(known - number))
+        unit = "TensorCores" if cores > 1 else "chips"
+        sizes = [str(known) for known in layouts]
+        known = first_of(sizes, 8) + (f", the last {sizes[-1]}" if len(sizes) > 8 else "")
+        raise ConfigError(
+            f"--topology {shown(name)}: no {version} slice of {shown(text)} {unit} is sold; there are {known}; "
+            f"works: --topology {stated}-{nearest}"
+        )
+    return Slice(version, layouts[number])
+
+
+def _default_layouts(version: str) -> list[tuple[int, ...]]:
+    """Returns the shapes of the named slices, from the smallest: those most like a cube, or a square."""
+    sold = _VERSIONS[version]
+    if sold.axes == 2:
+        return [(1, 1), (2, 2), (2, 4), (4, 4), (4, 8), (8, 8), (8, 16), (16, 16)]
+    single = [(1, 1, 1)] if sold.has_single_chip else []
+    of_cubes = [tuple(4 * factor for factor in _cube_like(cubes)) for cubes in sold.cubes]
+    return [*single, (2, 2, 1), (2, 2, 2), (2, 2, 4), (2, 4, 4), *of_cubes]
 
 
 def _nearest_layout(version: str, layout: str) -> tuple[int, ...]:
