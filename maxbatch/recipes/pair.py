@@ -15,7 +15,7 @@ from maxbatch.config.combined import StreamConfig
 from maxbatch.config.sections import AllKeys, DataConfig
 from maxbatch.config.values import shown_fields
 from maxbatch.data.store.chat_rendering import Conversation, ConversationError
-from maxbatch.data.store.conversations import Conversations, Texts, extras_of, messages_of
+from maxbatch.data.store.conversations import Conversations, Texts, answer_of, extras_of, messages_of
 from maxbatch.data.stream.recipe import Identity
 from maxbatch.data.stream.split import Opened, Split
 from maxbatch.training.update.recipe import TrainedRecipe
@@ -60,6 +60,7 @@ def _pair(record: Mapping[str, object]) -> tuple[Conversation | Texts, Conversat
             same = sum(1 for _ in _common(chosen, rejected))
             prompt = chosen[: max((end for end in range(1, same + 1) if chosen[end - 1].isspace()), default=0)]
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        chosen, rejected = answer_of(chosen, "chosen"), answer_of(rejected, "rejected")
         return Texts(prompt, chosen), Texts(prompt, rejected)
     if isinstance(chosen, list) and isinstance(rejected, list) and isinstance(prompt, list | None):
         answers = [messages_of(chosen, "chosen"), messages_of(rejected, "rejected")]

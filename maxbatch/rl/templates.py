@@ -4,10 +4,38 @@ from __future__ import annotations
 
 import re
 import string
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 from maxbatch.config.values import nearest_name, shown
 from maxbatch.system.errors import ConfigError
+
+
+class _NotText(Exception):
+    """A value of a record that would be written as Python writes it; the message is the reason."""
+
+
+class _Texts(string.Formatter):
+    """The rules of `str.format`, but null, lists, objects and truth values are no texts."""
+
+    def get_field(self, field_name: str, args: Sequence[object], kwargs: Mapping[str, object]) -> tuple[object, object]:
+        value, name = super().get_field(field_name, args, kwargs)
+        return _Value(value, field_name), name
+
+    def convert_field(self, value: object, conversion: str | None) -> object:
+        assert isinstance(value, _Value)
+        plain = value.value
+        if conversion is None and (plain is None or isinstance(plain, bool | list | dict)):
+            kind = "null" if plain is None else f"a {type(plain).__name__}, not a text"
+            raise _NotText(f"field {value.name!r} is {kind}")
+        return super().convert_field(plain, conversion)
+
+
+class _Value(NamedTuple):
+    """A value of a record, and its name in the template."""
+
+    value: object
+    name: str
 
 
 class Template:
@@ -37,8 +65,10 @@ class Template:
     def fill(self, record: Mapping[str, object], place: str) -> str:
         """Fills the template from a record; `place` names the record in messages.
 
+        A number is written only beside other text, or by a format of the template's own (`{x:.2f}`, `{x!r}`).
+
         Raises:
-          ConfigError: a field is missing or null, or its value does not fit its format.
+          ConfigError: a field is missing, null, or no text, all fields are empty, or a value does not fit its format.
         """
         for name in self._fields:
             if name not in record:
@@ -48,8 +78,15 @@ class Template:
                 raise self._error(f"{place} has no field {shown(repr(name))}; its fields: {known}{works}")
             if record[name] is None:
                 raise self._error(f"{place}: field {name!r} is null")
+        if self.only_field and not isinstance(record.get(self.only_field, ""), str):
+            kind = type(record[self.only_field]).__name__
+            raise self._error(f"{place}: field {self.only_field!r} is a {kind}, not a text")
+        if all(record[name] == "" for name in self._fields):
+            raise self._error(f"{place}: field {self._fields[0]!r} is empty")
         try:
-            return self.text.format_map(record)
+            return _Texts().vformat(self.text, (), record)
+        except _NotText as error:
+            raise self._error(f"{place}: {error}") from None
         except (LookupError, AttributeError, ValueError, TypeError) as error:
             raise self._error(f"cannot be filled by {place} ({type(error).__name__}: {error})") from None
 

@@ -223,10 +223,39 @@ def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path) -
     assert PromptSource(config(path, *overrides, "max_prefill_predict_length=10")).train().num_prompts == 3
 
 
-def test_a_prompt_without_a_token_is_refused(tmp_path: Path) -> None:
-    path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "a"}, {"question": ""}])
-    with pytest.raises(ConfigError, match=r"add_bos=false: the prompt of record 2 of .* works: add_bos=true"):
-        PromptSource(config(path, "prompt_template={question}", "add_bos=false")).train()
+@pytest.mark.parametrize(
+    ("template", "value", "problem"),
+    [
+        ("{question}", "", "field 'question' is empty"),
+        ("{question}", None, "field 'question' is null"),
+        ("{question}", 5, "field 'question' is a int, not a text"),
+        ("{question}", ["a"], "field 'question' is a list, not a text"),
+        ("{question}", {"a": "b"}, "field 'question' is a dict, not a text"),
+        ("Q: {question}", ["a"], r"field 'question' is a list, not a text"),
+        ("Q: {question[0]}", [None], r"field 'question\[0\]' is null"),
+        ("Q: {question}", True, "field 'question' is a bool, not a text"),
+        ("Q: {question}", "", "field 'question' is empty"),
+        ("{question}", [{"role": "user", "content": None}], "message 1 of field question: content is null"),
+    ],
+)
+def test_what_is_no_text_is_no_prompt_and_can_be_left_out(
+    tmp_path: Path, template: str, value: object, problem: str
+) -> None:
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": value}, {"question": "ab"}])
+    overrides = [f"prompt_template={template}", "max_prefill_predict_length=9"]
+    if "[0]" in template:
+        write_jsonl(path, [{"question": value}, {"question": ["ab"]}])
+    with pytest.raises(ConfigError, match=f"record 1: {problem}"):
+        PromptSource(config(path, *overrides)).train()
+    kept = PromptSource(config(path, *overrides, "skip_bad_records=true")).train()
+    assert (kept.num_prompts, kept.skipped_records) == (1, 1)
+    assert kept.read(0, 1)[0].text.endswith("ab")
+
+
+def test_numbers_may_stand_beside_text_in_a_prompt(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "prompts.jsonl", [{"a": 2, "b": 0.5}])
+    prompts = PromptSource(config(path, "prompt_template={a} + {b:.2f} =", "max_prefill_predict_length=20")).train()
+    assert prompts.read(0, 1)[0].text == "2 + 0.50 ="
 
 
 @pytest.mark.parametrize(

@@ -59,9 +59,13 @@ class ChatPrompts:
         return bool(begin) and list(ids[-len(begin) :]) == begin
 
     def _rendered(self, question: Conversation) -> Rendered:
-        [found] = self._template.render([question])
-        if isinstance(found, ConversationError):
-            raise ConfigError(f"the conversation cannot be written: {found}")
+        try:
+            self._template.refuse_unknown_roles(question.messages)
+            [found] = self._template.render([question])
+            if isinstance(found, ConversationError):
+                raise found
+        except ConversationError as error:
+            raise ConfigError(f"the conversation cannot be written: {error}") from None
         return found
 
 

@@ -54,6 +54,12 @@ class Conversation(NamedTuple):
     prompts: bool = False
 
 
+class NoContent(str):
+    """The content of a message that only calls tools: null to a template's tests, nothing in a template's text."""
+
+    __slots__ = ()
+
+
 class Renderer:
     """A tokenizer's templates, from `ChatTemplate`, in the rendering process."""
 
@@ -68,6 +74,8 @@ class Renderer:
           ConversationError: the template refuses the conversation, or the assistant's parts cannot be found in it.
         """
         messages, extras, first, untrained, prompts = conversation
+        messages = [_with_text(message) for message in messages]
+        conversation = conversation._replace(messages=messages)
         source = self._sources.get("tool_use") if extras.get("tools") else None
         source = source or self._sources.get("default", "")
         text, spans = self._text(source, messages, extras, add_generation_prompt=prompts)
@@ -146,6 +154,12 @@ class Renderer:
     @cached_property
     def _environment(self) -> Any:
         return environment()
+
+
+def _with_text(message: Message) -> Message:
+    """Returns a message whose content, if it is null, is never written as the text "None"."""
+    is_null = "content" in message and message["content"] is None
+    return {**message, "content": NoContent()} if is_null else message
 
 
 class _Marked(NamedTuple):
@@ -238,6 +252,8 @@ def environment() -> Any:
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     made.filters["tojson"] = _to_json
+    made.tests["none"] = lambda value: value is None or isinstance(value, NoContent)
+    made.tests["string"] = lambda value: isinstance(value, str) and not isinstance(value, NoContent)
     made.globals |= {"raise_exception": _refuse, "strftime_now": _TODAY.strftime, "namespace": namespace}
     made.globals["dict"] = lambda *arguments, **values: dict(*arguments, **values)
     return made

@@ -20,7 +20,14 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from maxbatch.config.values import shown, shown_path
-from maxbatch.data.store.chat_rendering import Conversation, ConversationError, Rendered, Renderer, check_syntax
+from maxbatch.data.store.chat_rendering import (
+    Conversation,
+    ConversationError,
+    Message,
+    Rendered,
+    Renderer,
+    check_syntax,
+)
 from maxbatch.system.bounded import RefusedContent, read_json, read_text
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
@@ -50,6 +57,26 @@ class ChatTemplate:
     def identity(self) -> str:
         """The values that determine the text of every conversation."""
         return json.dumps([dict(self.sources), dict(self.variables), sorted(self.ends)], sort_keys=True)
+
+    def refuse_unknown_roles(self, messages: Sequence[Message]) -> None:
+        """Raises ConversationError for a role that the template does not know.
+
+        Many templates write any role as it is. So a role beside those that all chats have is known if the template
+        names it, in quotes.
+        """
+        for number, message in enumerate(messages, 1):
+            role = str(message["role"])
+            if role not in self._known and not self._names(role):
+                raise ConversationError(f"message {number} has the role {shown(repr(role))}, which the chat template "
+                                        "does not know")  # fmt: skip
+            self._known.add(role)
+
+    @cached_property
+    def _known(self) -> set[str]:
+        return {"system", "user", "assistant", "tool"}
+
+    def _names(self, role: str) -> bool:
+        return any(f"{quote}{role}{quote}" in source for source in self.sources.values() for quote in "'\"")
 
     def render(self, questions: Sequence[Conversation]) -> list[Rendered | ConversationError]:
         """Renders each conversation to text and the spans of the assistant's messages, or an error.

@@ -37,7 +37,7 @@ from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError
 
-_VERSION = 2  # increment it when the same records give other tokens
+_VERSION = 3  # increment it when the same records give other tokens
 # The forms of a record and the fields that they need, in the order in which `auto` tries them.
 _FIELDS = {
     "messages": ("messages",),
@@ -48,6 +48,9 @@ _FIELDS = {
 }
 _WEIGHTS = ("weight", "train")  # fields of a message
 _ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # of ShareGPT; others keep their names
+# Roles whose messages may be empty: no instructions, and a tool that returned nothing.
+_MAY_BE_EMPTY = ("system", "developer", "tool", "function", "ipython")
+_CALLS = ("tool_calls", "function_call")  # fields of an assistant's message that may have no content
 
 
 class RecordError(ConfigError):
@@ -116,9 +119,13 @@ class Conversations:
         """Returns the conversations of a record, or the reason why it has none."""
         try:
             found = self.documents(json.loads(utf8))
-            return [one if isinstance(one, Texts) else _checked(one, self.completion_only) for one in found]
+            return [one if isinstance(one, Texts) else self._checked(one) for one in found]
         except ConversationError as error:
             return [error]
+
+    def _checked(self, conversation: Conversation) -> Conversation:
+        self.template.refuse_unknown_roles(conversation.messages)
+        return _checked(conversation, self.completion_only)
 
     def _encoded(self, found: Rendered | Texts | ConversationError) -> Encoded:
         if isinstance(found, ConversationError):
@@ -187,10 +194,13 @@ class Conversations:
             key = "use_sft=true" if form is None else f"sft_format={form}"
             raise ConversationError(f"{key} needs {', or '.join(ways)}; its fields: {shown_fields(record)}")
         if form == "text":
-            return Texts("", _text(record, self.text_field))
+            return Texts("", answer_of(_text(record, self.text_field), self.text_field))
         if form == "alpaca":
             asked = "\n\n".join(filter(None, (_text(record, "instruction"), _text(record, "input", ""))))
-            turns = [("system", _text(record, "system", "")), ("user", asked), ("assistant", _text(record, "output"))]
+            if not asked:
+                raise ConversationError("field instruction is empty")
+            answer = answer_of(_text(record, "output"), "output")
+            turns = [("system", _text(record, "system", "")), ("user", asked), ("assistant", answer)]
             return Conversation([{"role": role, "content": text} for role, text in turns if text or role != "system"],
                             extras_of(record))  # fmt: skip
         if form == "completion":
@@ -219,21 +229,28 @@ class Texts(NamedTuple):
 def _prompted(record: Mapping[str, object]) -> Conversation | Texts:
     prompt, completion = record["prompt"], record["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
-        return Texts(prompt, completion)
+        return Texts(prompt, answer_of(completion, "completion"))
     if isinstance(prompt, list) and isinstance(completion, list):
         asked, answered = messages_of(prompt, "prompt"), messages_of(completion, "completion")
         return Conversation([*asked, *answered], extras_of(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list):
-            raise ConversationError(f"field {name} is a {type(value).__name__}, not a text or a list of messages")
+            raise ConversationError(f"field {name} is {_kind(value)}, not a text or a list of messages")
     raise ConversationError("fields prompt and completion must be both texts, or both lists of messages")
+
+
+def answer_of(text: str, field: str) -> str:
+    """Returns the text of an answer; raises ConversationError if it has nothing to train on."""
+    if not text.strip():
+        raise ConversationError(f"field {field} is empty, so that there is no answer to train on")
+    return text
 
 
 def _text(record: Mapping[str, object], name: str, default: str | None = None) -> str:
     value = record.get(name)
     value = default if value is None else value
     if not isinstance(value, str):
-        raise ConversationError(f"field {name} is a {type(value).__name__}, not a text")
+        raise ConversationError(f"field {name} is {_kind(value)}, not a text")
     return value
 
 
@@ -283,9 +300,39 @@ def _message(message: object, where: str) -> dict[str, object]:
         role = kept.pop("from")
         kept["role"] = _ROLES.get(role, role) if isinstance(role, str) else role
         kept["content"] = kept.pop("value", None)
-    if not isinstance(kept.get("role"), str):
+    role = kept.get("role")
+    if not isinstance(role, str):
         raise ConversationError(f"{where} is not an object with a role, which is a text")
+    kept["content"] = _content(kept, role, where)
     return kept
+
+
+def _content(message: Mapping[str, object], role: str, where: str) -> str | None:
+    """Returns the text of a message; None only beside calls of tools. Parts of text are joined."""
+    content = message.get("content")
+    if isinstance(content, list) and content:
+        content = "".join(_part_text(part, where) for part in content)
+    has_calls = role == "assistant" and any(message.get(name) for name in _CALLS)
+    if has_calls and not content:
+        return None
+    if not isinstance(content, str):
+        raise ConversationError(f"{where}: content is {_kind(content)}, not a text")
+    if not content.strip() and role not in _MAY_BE_EMPTY:
+        raise ConversationError(f"{where}: content is empty")
+    return content
+
+
+def _part_text(part: object, where: str) -> str:
+    """Returns the text of a part of a content, as OpenAI's messages have; raises ConversationError for other parts."""
+    if not isinstance(part, dict):
+        raise ConversationError(f"{where}: a part of content is {_kind(part)}, not an object of type text")
+    if part.get("type") != "text":
+        kind = shown(repr(part.get("type")))
+        raise ConversationError(f"{where}: content has a part of type {kind}, and only parts of text can be trained on")
+    text = part.get("text")
+    if not isinstance(text, str):
+        raise ConversationError(f"{where}: the text of a part of content is {_kind(text)}, not a text")
+    return text
 
 
 def extras_of(record: Mapping[str, object]) -> dict[str, object]:
@@ -304,4 +351,6 @@ def extras_of(record: Mapping[str, object]) -> dict[str, object]:
 
 
 def _kind(value: object) -> str:
-    return "empty" if isinstance(value, list) else f"a {type(value).__name__}"
+    if value is None:
+        return "null"
+    return f"a {type(value).__name__}" if value or not isinstance(value, list) else "empty"

@@ -18,6 +18,7 @@ from tests.helpers.chats import CHATML, chat_config, some_talks, talk, write_tok
 from tests.helpers.corpus import write_jsonl
 
 TALKS = some_talks(40)
+ASKED = {"role": "user", "content": "a"}
 ANSWER = [{"role": "assistant", "content": "b"}]
 
 
@@ -105,8 +106,25 @@ def test_prompts_and_completions_are_texts_with_markup_or_messages(tmp_path: Pat
         ({"messages": [{"content": "a"}]}, "message 1 of field messages"),
         ({"messages": [{"role": "user", "content": "a"}]}, "no message of the assistant"),
         ({"prompt": "a", "completion": 3}, "field completion is a int"),
+        ({"prompt": "a", "completion": ""}, "field completion is empty"),
+        ({"instruction": "a", "output": " "}, "field output is empty"),
+        ({"instruction": "", "output": "b"}, "field instruction is empty"),
+        ({"messages": [ASKED, {"role": "assistant", "content": None}]}, "message 2 .*content is null, not a text"),
+        ({"messages": [ASKED, {"role": "assistant"}]}, "message 2 .*content is null, not a text"),
+        ({"messages": [ASKED, {"role": "assistant", "content": 5}]}, "message 2 .*content is a int, not a text"),
+        ({"messages": [ASKED, {"role": "assistant", "content": ""}]}, "message 2 .*content is empty"),
+        ({"messages": [ASKED, {"role": "assistant", "content": []}]}, "message 2 .*content is empty"),
+        ({"messages": [ASKED, {"role": "assistant", "content": ["a"]}]}, "message 2 .*a part of content is a str"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": "x"}]}, *ANSWER]},
+         "message 1 .*a part of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}, *ANSWER]},
+         "message 1 .*the text of a part of content is null"),
+        ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}]},
+         "message 2 .*content is null, not a text"),
+        ({"messages": [{"role": "agent", "content": "a"}, *ANSWER]}, "message 1 has the role 'agent', which"),
+        ({"prompt": [ASKED], "completion": [{"role": "agent", "content": "a"}]}, "message 2 has the role 'agent'"),
     ],
-)
+)  # fmt: skip
 def test_a_record_that_cannot_be_used_is_refused_by_its_number(tmp_path: Path, record: Any, problem: str) -> None:
     with pytest.raises(ConfigError, match=f"record 4: .*{problem}"):
         open_stream(chat_config(tmp_path, [*TALKS[:3], record]))
@@ -129,6 +147,42 @@ def test_records_of_other_programs_are_the_conversations_that_they_state(tmp_pat
     assert all(np.array_equal(rows[0], row) for row in rows[1:4])
     assert "user\nsay\n\nhi<|im_end|>" in stream.tokenizer.decode_markup(rows[4])
     assert [trained(stream, i) for i in (3, 4, 5)] == ["hello<|im_end|>"] * 2 + ["user<|im_end|>"]
+
+
+def test_parts_of_text_are_one_text(tmp_path: Path) -> None:
+    def in_parts(*texts: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text} for text in texts]
+
+    whole = talk("hi there", "hello")
+    messages = [{**message, "content": in_parts(*message["content"].partition(" "))} for message in whole["messages"]]
+    turns = [{"from": "human", "value": in_parts("hi", " there")}, {"from": "gpt", "value": in_parts("hello")}]
+    stream = open_stream(
+        chat_config(tmp_path, [whole, {"messages": messages}, {"conversations": turns}], "packing=false")
+    )
+    rows = stream.read(0, 3)["tokens"]
+    assert all(np.array_equal(rows[0], row) for row in rows[1:])
+
+
+def test_a_call_of_a_tool_needs_no_content_and_never_writes_none(tmp_path: Path) -> None:
+    calls = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}
+    record = {"messages": [ASKED, calls, {"role": "tool", "content": ""}, *ANSWER]}
+    template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ '' ~ m.content }}"
+        "{% if m.content is none %}calls {{ m.tool_calls[0].function.name }}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    write_tokenizer(tmp_path / "tokenizer", template)
+    stream = open_stream(chat_config(tmp_path, [record], "packing=false"))
+    assert trained(stream) == "calls f<|im_end|>bb<|im_end|>"
+
+
+def test_a_role_that_the_template_names_is_known(tmp_path: Path) -> None:
+    named = "{% for m in messages %}{% if m.role == 'critic' %}[critic]{% endif %}" + CHATML.removeprefix(
+        "{% for m in messages %}"
+    )
+    write_tokenizer(tmp_path / "tokenizer", named)
+    record = {"messages": [{"role": "critic", "content": "a"}, *ANSWER]}
+    assert open_stream(chat_config(tmp_path, [record])).stats()["documents"] == 1
 
 
 def test_a_stated_form_is_the_one_that_is_read_and_part_of_the_identity(tmp_path: Path) -> None:
