@@ -6,10 +6,17 @@ import os
 import signal
 import sys
 
+from maxbatch.system.command_start import can_continue
+
+_STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+
 
 def main() -> int:
-    """Runs the command line and returns the exit code; SIGTERM and Ctrl-C end it with one also while modules load."""
-    signal.signal(signal.SIGTERM, lambda number, frame: os._exit(1))
+    """Runs the command line and returns the exit code; signals and Ctrl-C end it with one also while modules load."""
+    code_of_stop = 75 if can_continue(sys.argv[1:]) else 1
+    for number in _STOPS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            signal.signal(number, lambda number, frame: os._exit(code_of_stop))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
     try:
@@ -20,7 +27,7 @@ def main() -> int:
         from maxbatch.system.errors import report
 
         code = report(error)
-    for number in (signal.SIGTERM, signal.SIGINT):  # a finished command keeps its exit code while Python ends
+    for number in (*_STOPS, signal.SIGINT):  # a finished command keeps its exit code while Python ends
         signal.signal(number, signal.SIG_IGN)
     return code
 

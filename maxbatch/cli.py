@@ -21,7 +21,7 @@ from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.device_watch import watch_cpu_devices
 from maxbatch.parallel.devices import failure_of_devices
 from maxbatch.system.child_process import continue_stopped_children
-from maxbatch.system.command_start import mark_start, take_process
+from maxbatch.system.command_start import can_continue, mark_start, take_process
 from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import (
     EXIT_CODES,
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # takes a sixth of a short command.
     gc.set_threshold(50_000, 20, 100)
     take_process()
-    watch_signals()
+    watch_signals(can_continue(sys.argv[1:]))
     watch_cpu_devices()
     continue_stopped_children()
     code = _run(sys.argv[1:])
@@ -61,7 +61,7 @@ def _run(argv: Sequence[str]) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")  # a sample may contain characters outside the encoding
     give_cpu_devices_threads()
     leave_out_absent_tpu()
-    mark_start()
+    mark_start(argv)
     command = COMMANDS.get(argv[0]) if argv else None
     as_json = command is not None and command.prints_json and "--json" in argv
     try:

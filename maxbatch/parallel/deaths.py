@@ -9,6 +9,12 @@ from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
 # Returns the newest step that is saved; None if there is none.
 LastSaved = Callable[[], int | None]
 _RESERVE_S = 8.0  # of `heartbeat_timeout_s`: to report a dead host, and for the others to end
+_ON_DEATH: list[Callable[[int], None]] = []  # called with the host that died, before this process ends
+
+
+def on_death(act: Callable[[int], None]) -> None:
+    """Has a function called once a host is known to have died, with its index."""
+    _ON_DEATH[:] = [act]
 
 
 def silence_of(timeout_s: int) -> float:
@@ -18,6 +24,8 @@ def silence_of(timeout_s: int) -> float:
 
 def death_of(host: int, num_hosts: int, how: str, last_saved: LastSaved) -> tuple[str, int]:
     """Returns the message about a host that died, and the exit code of the run."""
+    for act in _ON_DEATH:
+        act(host)
     try:
         saved = last_saved()
     except Exception as error:  # the checkpoints' store may be unreachable as well

@@ -143,6 +143,11 @@ class RunFolder:
     def __enter__(self) -> RunFolder:
         return self
 
+    def leave(self) -> None:
+        """Lets others write to the folder, for a process that is about to end."""
+        if self._hold:
+            self._hold.close()
+
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._hold:
             if isinstance(error, DivergedError):

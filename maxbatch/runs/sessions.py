@@ -20,6 +20,7 @@ from maxbatch.runs.json_file import checked
 from maxbatch.runs.metrics import UpdateSeconds, read_lines, update_seconds
 from maxbatch.runs.run_folder import SESSIONS_FILE, RunFolder
 from maxbatch.system.appending import PERIOD_S as REMOTE_PERIOD_S
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.repeating import Repeating
 from maxbatch.system.storage import AnyPath, is_remote
@@ -54,11 +55,17 @@ class Session(NamedTuple):
     first_step: int | None  # its first update, from 1; None if it ended before the first update was known
     last_step: int | None  # its last update that was recorded; `first_step` - 1 if there is none
     seconds: dict[str, float]  # by `TimePart`; their sum is the time from the end of the session before to its own end
+    # `done`, `early stopping`, the name of a signal, `host 1 died` or `error`; None while it runs, or if it was killed
+    ended_by: str | None = None
+    versions: dict[str, str] | None = None  # of maxbatch, Python, JAX and its compilers; None in older lines
+    command: str | None = None  # None in older lines
 
     def to_json(self) -> dict[str, object]:
         """Returns the object of its line; times to the millisecond."""
         rounded = {name: round(value, 3) for name, value in self.seconds.items()}
-        return self._asdict() | {"started": round(self.started, 3), "ended": round(self.ended, 3), "seconds": rounded}
+        times = {"started": round(self.started, 3), "ended": round(self.ended, 3)}
+        facts = {"ended_by": self.ended_by, "versions": self.versions, "command": self.command}
+        return {**times, **facts, **self._asdict(), **times, "seconds": rounded}
 
     @property
     def goodput(self) -> float | None:
@@ -76,6 +83,7 @@ class Session(NamedTuple):
 
 _SHAPE = {"started": float, "ended": float, "hosts": int, "devices": int, "first_step": int | None,
           "last_step": int | None, "seconds": {part.value: float for part in TimePart}}  # fmt: skip
+_LATER_SHAPE = {"ended_by": str | None, "versions": object, "command": str | None}  # of fields that older lines lack
 
 
 def read_sessions(run_dir: AnyPath) -> list[Session]:
@@ -91,7 +99,10 @@ def _parse(line: bytes) -> Session | None:
     try:
         found: dict[str, Any] = checked(json.loads(line.decode()), _SHAPE)
         seconds = {part.value: float(found["seconds"][part]) for part in TimePart}
-        session = Session(**{name: found[name] for name in Session._fields[:-1]}, seconds=seconds)
+        later = checked({name: found.get(name) for name in _LATER_SHAPE}, _LATER_SHAPE)
+        if later["versions"] is not None:
+            checked(later["versions"], {str: str}, "versions")
+        session = Session(**{name: found[name] for name in _SHAPE} | later | {"seconds": seconds})
         return session if _is_possible(session) else None
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
@@ -208,6 +219,29 @@ def _without(session: Session, first: int, last: float, step: int, times: Mappin
     return session.moved(TimePart.UPDATES_KEPT, TimePart.UPDATES_LOST, seconds)
 
 
+_OPEN: list[SessionLog] = []  # of this process, with a line
+
+
+def leave_sessions(cause: str) -> None:
+    """Writes the last lines of the sessions of this process, which is about to end, on any thread."""
+    for log in list(_OPEN):
+        writer = threading.Thread(target=log.leave, args=(cause,), name="maxbatch-session-end", daemon=True)
+        writer.start()
+        writer.join(_END_WAIT_S)  # a store may not answer, and the thread that trains may hold the log
+
+
+def end_killed_session(run_dir: AnyPath, cause: str) -> None:
+    """Records what ended the last session of a run whose processes are gone, unless it recorded that itself."""
+    sessions = read_sessions(run_dir)
+    if sessions and sessions[-1].ended_by is None:
+        ended = [*sessions[:-1], sessions[-1]._replace(ended_by=cause)]
+        write_atomically(run_dir / SESSIONS_FILE, _lines(ended))
+
+
+def _lines(sessions: Sequence[Session]) -> str:
+    return "".join(json.dumps(session.to_json()) + "\n" for session in sessions)
+
+
 class SessionLog:
     """The line of the session that runs, and the clock of its parts.
 
@@ -216,16 +250,22 @@ class SessionLog:
 
     Args:
       started: when the session began, in seconds since 1970.
+      versions: of the software that computes.
+      command: which started it.
     """
 
-    def __init__(self, folder: RunFolder, started: float, hosts: int, devices: int, writes: bool) -> None:
+    def __init__(
+        self, folder: RunFolder, started: float, hosts: int, devices: int, writes: bool,
+        versions: dict[str, str] | None = None, command: str | None = None,
+    ) -> None:  # fmt: skip
         self._folder, self._writes = folder, writes
         self._before = read_sessions(folder.path) if writes else []  # as it was found
         self._earlier = self._before  # as this start knows it
         seconds = {part.value: 0.0 for part in TimePart}
         if self._before:
             seconds[TimePart.SINCE_SESSION_BEFORE] = max(0.0, started - self._before[-1].ended)
-        self._own = Session(started, started, hosts, devices, None, None, seconds)
+        facts = Session(started, started, hosts, devices, None, None, seconds)
+        self._own = facts._replace(versions=versions, command=command)
         self._origin = time.perf_counter() - max(0.0, time.time() - started)
         self._part, self._since = TimePart.START_UP, self._origin
         self._lock = threading.Lock()
@@ -235,13 +275,18 @@ class SessionLog:
     def __enter__(self) -> Self:
         if self._writes:
             self._write()
+            _OPEN.append(self)
             period = REMOTE_PERIOD_S if is_remote(self._folder.path) else _PERIOD_S
             self._writer = Repeating(self._write, period, "maxbatch-sessions")
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if self in _OPEN:
+            _OPEN.remove(self)
         if not self._writer or not self._writer.stop(_END_WAIT_S):
             return
+        if error is not None:
+            self.end_by("SIGINT" if isinstance(error, KeyboardInterrupt) else "error")
         trained = self._own.first_step is not None and self._own.first_step <= (self._own.last_step or 0)
         self._is_withdrawn = self._is_withdrawn or (isinstance(error, ConfigError) and not trained)
         with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
@@ -251,6 +296,18 @@ class SessionLog:
     def part(self) -> TimePart:
         """The part that time counts in now."""
         return self._part
+
+    def end_by(self, cause: str) -> None:
+        """Records what ends the session, for its last line."""
+        with self._lock:
+            self._own = self._own._replace(ended_by=cause)
+
+    def leave(self, cause: str) -> None:
+        """Writes the last line of a session whose process is about to end, on any thread."""
+        if self._writes:
+            self.end_by(cause)
+            with contextlib.suppress(ConfigError, TrainingError, OSError):  # the next start completes the line
+                self._write()
 
     def withdraw(self) -> None:
         """Removes the line of this start, which had nothing to do."""
@@ -275,8 +332,13 @@ class SessionLog:
         """Records that the session continues after `step` updates; later updates count as lost."""
         with self._lock:
             self._own = self._own._replace(first_step=step + 1, last_step=step)
-        if not self._before:
-            return
+        if self._before:
+            self._complete_earlier(step)
+        if self._writer:
+            self._write()  # now: the next start of a run that is killed soon completes a line with a first step
+
+    def _complete_earlier(self, step: int) -> None:
+        """Completes the lines of earlier sessions for a start that continues after `step` updates."""
         last = self._before[-1].last_step
         times = update_seconds(self._folder.path, after=min(step, step if last is None else last))
         self._earlier = resumed(self._before, step, self._own.started, times)
@@ -310,7 +372,6 @@ class SessionLog:
             self._settle()
             lines = self._before if self._is_withdrawn else [*self._earlier, self._own]
         if lines:
-            content = "".join(json.dumps(session.to_json()) + "\n" for session in lines)
-            self._folder.write(SESSIONS_FILE, content)
+            self._folder.write(SESSIONS_FILE, _lines(lines))
         else:
             (self._folder.path / SESSIONS_FILE).unlink(missing_ok=True)

@@ -20,6 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import IO
 
 from maxbatch.system.errors import EXIT_DONE, report, tell_passing_faults
+from maxbatch.system.stopping import STOPS
 from maxbatch.system.warning import note
 
 STOPPED_S = 30.0  # longest stop of a child
@@ -136,9 +137,9 @@ def take_interrupts() -> None:
 
 
 def leave_signals_to_parent() -> None:
-    """Ignores Ctrl-C and SIGTERM, which reach the whole process group: the parent handles them."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignores requests to stop, which reach the whole process group: the parent handles them."""
+    for number in (*STOPS, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
     take_interrupts()
 
 

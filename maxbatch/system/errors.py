@@ -18,7 +18,8 @@ EXIT_PASSING_FAULT = 74
 EXIT_CODES = {
     EXIT_DONE: "done",
     EXIT_INPUT: "invalid input; one line on standard error names the fault and a value that works",
-    EXIT_STOPPED: "stopped early on request, with a checkpoint saved; run the same command again",
+    EXIT_STOPPED: "stopped early on request (SIGTERM, SIGHUP, SIGUSR1, Ctrl-C), with a checkpoint saved or nothing to "
+    "save yet, or because another host died; run the same command again",
     EXIT_FAILED: "anything else",
 }
 _DISK_FULL = "no space left on the disk; free some and run the same command again"

@@ -1,4 +1,8 @@
-"""Requests to stop a command, by SIGTERM or Ctrl-C, answered at once, even while compiled code runs."""
+"""Requests to stop a command, answered at once, even while compiled code runs.
+
+SIGTERM asks for a stop (a preemption), and so do SIGHUP (a connection that is lost), SIGUSR1 (SLURM, before the time is
+over) and Ctrl-C.
+"""
 
 from __future__ import annotations
 
@@ -9,29 +13,35 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
-from maxbatch.system.errors import EXIT_FAILED, EXIT_PASSING_FAULT
+from maxbatch.system.errors import EXIT_FAILED, EXIT_PASSING_FAULT, EXIT_STOPPED
 from maxbatch.system.patience import begin, patience
 
 _GRACE_S = 2.0  # for a command to end by itself after a second Ctrl-C, or after SIGTERM if nothing has to be saved
+STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # besides Ctrl-C
 _OPEN: list[Stopping] = []  # contexts that a signal asks to stop, the innermost last
+_END_S = 10.0  # longer than `end_at_once` takes
 _REPEAT_S = 0.02  # until a Ctrl-C is repeated
 _REPEATED: list[int] = []  # signals that this module repeats
 _RAISED: list[int] = []  # signals that raised KeyboardInterrupt
+_can_continue = False  # the same command continues
 _UNANSWERED: set[int] = set()  # signals not yet answered by the handler or the watching thread
 
 
 class Stopping:
-    """A context in which SIGTERM or SIGINT requests a stop; a second SIGINT raises KeyboardInterrupt.
+    """A context in which SIGINT or one of `STOPS` requests a stop; a second SIGINT raises KeyboardInterrupt.
 
     `waits_for` completes the line "stopping ..." of the first signal; "": the caller prints its own line. Inside of
     another context that a signal has asked to stop, it is asked from the start.
     """
 
-    numbers: tuple[signal.Signals, ...] = (signal.SIGTERM, signal.SIGINT)
+    numbers: tuple[signal.Signals, ...] = (*STOPS, signal.SIGINT)
+    # Ends the process on one of `STOPS`, called with its name by the thread that watches; None while there is something
+    # to save. Compiled code may keep the main thread from answering for long.
+    end_at_once: Callable[[str], None] | None = None
 
     def __init__(self, waits_for: str = "") -> None:
         self.signal_name: str | None = None  # signal that requested the stop
@@ -47,7 +57,9 @@ class Stopping:
         if number == signal.SIGINT and self.signal_name == "SIGINT":
             _interrupt(frame)
             return
-        if self.signal_name is None:
+        if self.end_at_once and number != signal.SIGINT:
+            time.sleep(_END_S)  # the thread that watches ends the process meanwhile; nothing may be written beside it
+        elif self.signal_name is None:
             _answer(number, self.waits_for)
         self.signal_name = signal.Signals(number).name
         self._patience.hurry()  # an unresponsive store must not keep the process
@@ -57,7 +69,8 @@ class Stopping:
         if not _OPEN:
             _UNANSWERED.update(self.numbers)
         _OPEN.append(self)  # before its handlers are set: `_end_if_nothing_waits`
-        self._previous = {number: signal.signal(number, self._on_signal) for number in self.numbers}
+        heeded = [number for number in self.numbers if not _is_ignored(number)]
+        self._previous = {number: signal.signal(number, self._on_signal) for number in heeded}
         if self.numbers:
             self.signal_name = next((other.signal_name for other in _OPEN if other.signal_name), None)
         return self
@@ -68,17 +81,29 @@ class Stopping:
         _OPEN.remove(self)
 
 
-def watch_signals() -> None:
+def _is_ignored(number: signal.Signals) -> bool:
+    """Returns whether the command's parent had it ignore a signal, as `nohup` does."""
+    return number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+
+
+def watch_signals(can_continue: bool = False) -> None:
     """Starts the thread that handles a command's signals while its main thread is busy.
 
     The first signal prints what the command waits for. A second Ctrl-C ends the process if it does not end by itself;
-    SIGTERM ends it if nothing has to be saved. This leaves the same files as a kill, and children end too.
+    `STOPS` end it if nothing has to be saved. This leaves the same files as a kill, and children end too.
+
+    Args:
+      can_continue: the same command continues, so that such an end is a stop on request (exit code 75).
     """
+    global _can_continue
+    _can_continue = can_continue
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
     # The interpreter's C handler writes the signal's number at once; Python's handlers wait for the main thread.
     signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    for number in STOPS:
+        if not _is_ignored(number):
+            signal.signal(number, _on_stop)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background
         signal.signal(signal.SIGINT, _on_sigint)
     _UNANSWERED.update(Stopping.numbers)
@@ -104,9 +129,9 @@ def leave_threads_behind(code: int) -> None:
         os._exit(code)
 
 
-def _on_sigterm(number: int, frame: FrameType | None) -> None:
+def _on_stop(number: int, frame: FrameType | None) -> None:
     """Ends a command that has nothing to save; an exception is lost while an extension module loads."""
-    _end_with_output()
+    _end_with_output(number)
 
 
 def _on_sigint(number: int, frame: FrameType | None) -> None:
@@ -122,7 +147,7 @@ def _interrupt(frame: FrameType | None) -> None:
     is_collecting = False
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            _end_with_output()
+            _end_with_output(signal.SIGINT)
         is_collecting = is_collecting or frame.f_code in collecting
         frame = frame.f_back
     if not is_collecting:
@@ -132,31 +157,45 @@ def _interrupt(frame: FrameType | None) -> None:
     _later(_REPEAT_S, signal.pthread_kill, threading.get_ident(), signal.SIGINT)
 
 
-def _end_with_output() -> None:
+def _end_with_output(number: int) -> None:
     with contextlib.suppress(OSError, ValueError, AttributeError, RuntimeError):  # RuntimeError: it is being written to
         sys.stdout.flush()
-    _end()
+    _end(number)
 
 
 def _watch(reading: int) -> None:
     is_interrupted = False
+    terminals = [number for number in (1, 2) if os.isatty(number)]
     while True:
         number = os.read(reading, 1)[0]
-        if number not in (signal.SIGINT, signal.SIGTERM):
+        if number == signal.SIGHUP:
+            _discard(terminals)
+        if number != signal.SIGINT and number not in STOPS:
             continue
         if number == signal.SIGINT and _REPEATED:
             _REPEATED.pop()
             continue
         if number == signal.SIGINT and is_interrupted:
             time.sleep(_GRACE_S)
-            _end()
+            _end(number)
         is_interrupted = is_interrupted or number == signal.SIGINT
-        if _OPEN:
-            _answer(number, _OPEN[-1].waits_for)
+        innermost = _OPEN[-1] if _OPEN else None
+        if innermost and innermost.end_at_once and number != signal.SIGINT:
+            innermost.end_at_once(signal.Signals(number).name)
+        elif innermost:
+            _answer(number, innermost.waits_for)
         elif number == signal.SIGINT:
             _later(1.0, _answer, number, "as soon as the current work has ended")
         else:
-            _later(_GRACE_S, _end_if_nothing_waits)
+            _later(_GRACE_S, _end_if_nothing_waits, number)
+
+
+def _discard(descriptors: Sequence[int]) -> None:
+    """Discards what is written to a terminal that is closed: it would be an error."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in descriptors:
+        os.dup2(nowhere, descriptor)
+    os.close(nowhere)
 
 
 def _later(seconds: float, function: Callable[..., None], *arguments: object) -> None:
@@ -165,14 +204,22 @@ def _later(seconds: float, function: Callable[..., None], *arguments: object) ->
     timer.start()
 
 
-def _end_if_nothing_waits() -> None:
+def _end_if_nothing_waits(number: int) -> None:
     if not _OPEN:
-        _end()
+        _end(number)
 
 
-def _end() -> None:
-    _write("maxbatch: interrupted\n")
-    os._exit(EXIT_FAILED)
+def _end(number: int) -> None:
+    if number == signal.SIGINT or not _can_continue:
+        _write("maxbatch: interrupted\n")
+        os._exit(EXIT_FAILED)
+    end_unsaved(signal.Signals(number).name)
+
+
+def end_unsaved(name: str) -> NoReturn:
+    """Ends a command that a signal asked to stop before it had something to save."""
+    _write(f"maxbatch: stopped by {name} before there was something to save. The same command continues.\n")
+    os._exit(EXIT_STOPPED)
 
 
 def _answer(number: int, waits_for: str) -> None:

@@ -5,6 +5,7 @@ Output to a pipe or a file is never folded.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -49,7 +50,15 @@ class PipeConsole(PlainConsole):
 
 
 class TrainingConsole(PlainConsole):
-    """A console that goes quiet when its reader disappears."""
+    """A console that goes quiet when its reader or its terminal disappears."""
+
+    def print(self, *objects: Any, **settings: Any) -> None:
+        try:
+            super().print(*objects, **settings)
+        except OSError as error:
+            if error.errno != errno.EIO:  # of a terminal that is closed
+                raise
+            self.on_broken_pipe()
 
     def on_broken_pipe(self) -> None:
         self.quiet = True

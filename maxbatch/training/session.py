@@ -32,8 +32,8 @@ from maxbatch.runs.metrics_log import MetricsLog
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.position import CheckpointRecord, Position
 from maxbatch.runs.run_folder import RunFolder
-from maxbatch.runs.sessions import SessionLog, TimePart
-from maxbatch.system.command_start import take_start
+from maxbatch.runs.sessions import SessionLog, TimePart, leave_sessions
+from maxbatch.system.command_start import command_text, take_start
 from maxbatch.system.errors import (
     ConfigError,
     DivergedError,
@@ -46,6 +46,7 @@ from maxbatch.system.errors import (
 )
 from maxbatch.system.folding import counted, folded
 from maxbatch.system.terminal import TrainingConsole
+from maxbatch.system.versions import computing_versions
 from maxbatch.training.agreement import share_folder, software_of
 from maxbatch.training.compile.background import Background, compile_here
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
@@ -129,11 +130,18 @@ class RunContext:
         started = take_start()
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
         self.identity = share_folder(self.folder)
-        log = SessionLog(self.folder, started, jax.process_count(), len(devices), writes=is_first())
+        facts = computing_versions(), command_text()
+        log = SessionLog(self.folder, started, jax.process_count(), len(devices), is_first(), *facts)
         self.sessions = stack.enter_context(log)
         self.stop = stack.enter_context(StopRequest())
+        self.stop.end_unless_saving(self._leave)
         self.background = stack.enter_context(Background())
         self.own_end = OwnEnd()
+
+    def _leave(self, signal_name: str) -> None:
+        """Ends the session's line and frees the folder, for a process that a signal ends before its first update."""
+        leave_sessions(signal_name)
+        self.folder.leave()
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compiles a program for the devices, with the compiler's flags of the config."""
@@ -406,6 +414,7 @@ class Session(Generic[B]):
             profiler.before(step)
             with np.errstate(over="ignore"):  # the update of a rate that float32 cannot hold is skipped
                 state, update = running.step(state, batch, settings)
+            self._context.stop.must_save()
             self._clock.move(TimePart.WAITING_FOR_DATA, update.data_wait_s)
             if self._local:
                 self._local.settle()  # before a later update is recorded, so that a restart repeats one period at most
@@ -527,6 +536,7 @@ class Session(Generic[B]):
         stopped_by = None if self.is_complete else self._context.stop.signal_name
         if stopped_by is None:
             self._check_result(running.why_untrained)
+        self._clock.end_by(stopped_by or ("early stopping" if self._early_end else "done"))
         where = f"step {self.position.step}, {self._samples_seen}, in {self.config.run_dir}"
         if stopped_by is None:
             self.console.print(f"done: {where}{self._early_end}")

@@ -13,6 +13,7 @@ import jax
 import pytest
 
 from maxbatch.cli import main
+from maxbatch.runs.sessions import read_sessions
 from maxbatch.training.pretraining import train
 from tests.helpers.command import Hold, environment, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
@@ -66,6 +67,7 @@ def note(event, arguments):
         imported.add(arguments[0])
 imported = set()
 from maxbatch.cli import main
+from maxbatch.runs.sessions import read_sessions
 sys.addaudithook(note)
 main()
 packages = {name.partition(".")[0] for name in imported} - sys.stdlib_module_names - {"jaxlib"}
@@ -118,7 +120,7 @@ def test_kill_9_in_the_ramp_and_resume_on_half_the_devices_is_unnoticed(
 def test_a_signal_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path, uninterrupted: list[dict]) -> None:
     command = ("train", *RAMP, f"run_dir={tmp_path}", "checkpoint_period=1000", "--simulate-devices", "4")
     done = 0
-    for number, step in ((signal.SIGTERM, 5), (signal.SIGINT, 10)):
+    for number, step in ((signal.SIGHUP, 5), (signal.SIGINT, 10)):
         hold = Hold(step, Path.cwd())
         process = start(*command, **hold.variables)
         wait_for(lambda step=step: recorded(tmp_path) >= step, process)
@@ -135,14 +137,19 @@ def test_a_signal_saves_exits_75_and_the_same_command_goes_on(tmp_path: Path, un
     assert result.returncode == 0, result.stderr
     assert f"resumed at step {done}" in result.stdout
     assert_same_run(read_metrics(tmp_path), uninterrupted, ALSO_SAME)
+    assert [session.ended_by for session in read_sessions(tmp_path)] == ["SIGHUP", "SIGINT", "done"]
 
 
 def test_a_signal_before_the_first_step_is_answered_too(tmp_path: Path) -> None:
     process = start("train", *RAMP, f"run_dir={tmp_path}")
-    wait_for((tmp_path / "config.yml").exists, process)
+    wait_for((tmp_path / "sessions.jsonl").exists, process)
     process.terminate()
     output, _ = process.communicate(timeout=600)
     assert process.returncode == 75, output
+    (session,) = read_sessions(tmp_path)
+    assert session.ended_by == "SIGTERM" and session.command is not None
+    assert session.command.startswith("maxbatch train ") and session.versions is not None
+    assert {"maxbatch", "python", "jax", "jaxlib"} <= session.versions.keys()
 
 
 def test_a_finished_run_says_so_and_takes_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

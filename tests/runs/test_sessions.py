@@ -11,8 +11,18 @@ import pytest
 
 from maxbatch.runs.metrics import UpdateSeconds
 from maxbatch.runs.run_folder import SESSIONS_FILE, RunFolder
-from maxbatch.runs.sessions import Session, SessionLog, TimePart, goodput, read_sessions, resumed, total_seconds
-from maxbatch.system.errors import ConfigError
+from maxbatch.runs.sessions import (
+    Session,
+    SessionLog,
+    TimePart,
+    end_killed_session,
+    goodput,
+    leave_sessions,
+    read_sessions,
+    resumed,
+    total_seconds,
+)
+from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.leases import Lease
 from maxbatch.system.storage import as_path
 from tests.helpers.stores import Store
@@ -141,8 +151,9 @@ def test_a_run_in_a_bucket_has_its_sessions_and_writes_none_once_its_lease_is_lo
             log.stand_at(1)
             assert isinstance(folder._hold, Lease)
             folder._hold.lost = "another process has taken the run over"
+            log.record(2)
             raise KeyboardInterrupt
-    assert [(one.hosts, one.last_step) for one in read_sessions(run_dir)] == [(4, 1), (2, None)]
+    assert [(one.hosts, one.last_step) for one in read_sessions(run_dir)] == [(4, 1), (2, 1)]
 
 
 @pytest.mark.parametrize(
@@ -163,3 +174,47 @@ def test_a_line_with_numbers_that_no_run_has_is_left_out(tmp_path: Path, damage:
 def test_the_time_of_lost_updates_takes_no_time_however_many_they_are() -> None:
     (found,) = resumed([session(0, 1, 10**13, updates_kept=10**13)], 1, 100, times(2, 3))
     assert found.seconds["updates_lost"] == 10**13 - 1 + 2 * 0.5
+
+
+def test_a_session_records_what_ended_it_its_versions_and_its_command(tmp_path: Path) -> None:
+    facts = {"jax": "1.2.3"}, "maxbatch train steps=2"
+    with RunFolder(str(tmp_path)) as folder:
+        with SessionLog(folder, time.time(), 1, 1, True, *facts) as log:
+            (running,) = read_sessions(tmp_path)
+            assert (running.ended_by, running.versions, running.command) == (None, *facts)
+            log.end_by("done")
+        with pytest.raises(TrainingError), SessionLog(folder, time.time(), 1, 1, True, *facts):
+            raise TrainingError("the disk is full")
+        with SessionLog(folder, time.time(), 1, 1, True, *facts):
+            leave_sessions("host 1 died")
+            assert read_sessions(tmp_path)[-1].ended_by == "host 1 died"
+    assert [found.ended_by for found in read_sessions(tmp_path)] == ["done", "error", "host 1 died"]
+
+
+def test_what_ended_a_killed_run_is_recorded_by_who_saw_it(tmp_path: Path) -> None:
+    end_killed_session(tmp_path, "host 1 died")
+    assert not (tmp_path / SESSIONS_FILE).exists()
+    with RunFolder(str(tmp_path)) as folder, SessionLog(folder, time.time(), 1, 1, writes=True):
+        pass
+    end_killed_session(tmp_path, "host 1 died")
+    end_killed_session(tmp_path, "host 2 died")
+    assert [found.ended_by for found in read_sessions(tmp_path)] == ["host 1 died"]
+
+
+def test_a_line_of_an_older_version_is_read(tmp_path: Path) -> None:
+    older = session(0, 1, 4, updates_kept=4)
+    fields = {name: value for name, value in older.to_json().items() if name not in ("ended_by", "versions", "command")}
+    (tmp_path / SESSIONS_FILE).write_text(json.dumps(fields) + "\n")
+    assert read_sessions(tmp_path) == [older]
+
+
+def test_a_session_that_is_killed_soon_has_its_first_step_also_in_a_bucket(store: Store) -> None:
+    with RunFolder(store.bucket() + "/run") as folder:
+        killed = SessionLog(folder, time.time() - 30, 1, 1, writes=True)
+        killed.__enter__()
+        killed.stand_at(0)
+        (found,) = read_sessions(folder.path)
+        assert (found.first_step, found.last_step) == (1, 0)
+        (kept,) = resumed([found], 2, time.time() + 100, times(1, 2, 3))
+        assert kept.last_step == 3 and kept.seconds["updates_kept"] > 0
+        killed.__exit__(None, None, None)

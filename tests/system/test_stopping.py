@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from maxbatch.system.patience import patience
-from maxbatch.system.stopping import Stopping
+from maxbatch.system.stopping import STOPS, Stopping
 from tests.helpers.processes import cpu_seconds, wait_for
 
 PREPARE = (
@@ -168,3 +168,50 @@ def test_a_command_after_one_that_was_stopped_is_as_patient_with_stores_as_ever(
         assert patience().ends(now) <= now + patience().hurried_seconds + 1
     with Stopping():
         assert patience().ends(now) == now + patience().seconds
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_ends_a_command_at_once_that_has_nothing_to_save_yet_and_the_same_command_continues(
+    number: signal.Signals,
+) -> None:
+    body = (
+        "from maxbatch.system.stopping import end_unsaved\n"
+        "with Stopping('after this update') as stop:\n"
+        "    stop.end_at_once = end_unsaved\n    ready(); busy()\n"
+    )
+    with started(body) as process:
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+    said = f"maxbatch: stopped by {number.name} before there was something to save. The same command continues.\n"
+    assert (process.returncode, error) == (75, said)
+
+
+@pytest.mark.parametrize("number", STOPS)
+def test_a_signal_stops_a_command_as_sigterm_does(number: signal.Signals) -> None:
+    with started("with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: pass\n") as process:
+        process.send_signal(number)
+        _, error = process.communicate(timeout=60)
+        assert (process.returncode, error) == (0, f"maxbatch: {number.name}: stopping now\n")
+
+
+def test_a_command_under_nohup_outlives_its_terminal() -> None:
+    ignored = PREPARE.replace("watch_signals()", "signal.signal(signal.SIGHUP, signal.SIG_IGN); watch_signals()")
+    body = f"{ignored}with Stopping('now') as stop:\n    signal.raise_signal(signal.SIGHUP)\n    print(stop.is_asked)\n"
+    assert subprocess.run([sys.executable, "-c", body], capture_output=True, text=True).stdout == "False\n"
+
+
+def test_a_terminal_that_is_closed_stops_a_command_and_is_no_error_of_its_output(tmp_path: Path) -> None:
+    body = (
+        "from maxbatch.system.terminal import TrainingConsole\nconsole = TrainingConsole()\n"
+        "with Stopping('now') as stop:\n    ready()\n    while not stop.is_asked: console.print('an update')\n"
+        "for _ in range(100): console.print('saved')\n"
+        f"sys.stdout.flush()\nopen({str(tmp_path / 'ended')!r}, 'w').write(stop.signal_name)\n"
+    )
+    opened = (
+        "import os, pty, sys\npid, terminal = pty.fork()\n"
+        "if pid == 0: os.execv(sys.executable, [sys.executable, '-c', sys.argv[1]])\n"
+        "while b'an update' not in os.read(terminal, 4096): pass\n"
+        "os.close(terminal)\nsys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))\n"
+    )
+    closed = subprocess.run([sys.executable, "-c", opened, PREPARE + body], timeout=120)
+    assert (closed.returncode, (tmp_path / "ended").read_text()) == (0, "SIGHUP")
