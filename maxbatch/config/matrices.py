@@ -26,6 +26,10 @@ STACKS = (DENSE_LAYERS, LAYERS, KV_SHARED_LAYERS) = ("dense_layers", "layers", "
 # Axes of vectors that are computed in float32.
 NORMS = ("norm", "attended_norm", "q_norm", "kv_norm", "input_norm", "delta_norm", "decay_heads")
 
+# Matrices by their names in Hugging Face's models of LLaMA's form, which PEFT's adapters take.
+OF_PEFT = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate",
+           "up_proj": "up", "down_proj": "down"}  # fmt: skip
+
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from maxbatch.config.cycle import cycle_length
 from maxbatch.config.families import FAMILIES, GLOBAL, LOCAL
 from maxbatch.config.keys import Keyed, Part
-from maxbatch.config.matrices import KEPT_OF_EXPERTS, global_head_dim
+from maxbatch.config.matrices import KEPT_OF_EXPERTS, OF_PEFT, global_head_dim
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
 from maxbatch.config.sections import KEYS, READY_TASKS, STORES, AllKeys, customised_tensors, names_of
@@ -288,6 +288,10 @@ def _check_adapters(config: AllKeys) -> None:
         raise config.fault("lora_rank", rule + "names the model to adapt", 0)
     if not config.load_parameters_path:
         raise config.fault("lora_rank", "0 unless load_parameters_path names the model that the adapters adapt", 0)
+    targets = [name.strip() for name in config.lora_targets.split(",")]
+    if not OF_PEFT.keys().isdisjoint(targets):
+        ours = ",".join(dict.fromkeys(OF_PEFT.get(name, name) for name in targets))
+        raise config.fault("lora_targets", "names of matrices here, not PEFT's", ours)
 
 
 def _check_layers(config: AllKeys) -> None:

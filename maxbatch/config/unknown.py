@@ -26,9 +26,20 @@ from maxbatch.system.errors import ConfigError
 
 _MOST_ANSWERS = 40
 _ALIKE = 0.75  # of two parts of a name
+_ALMOST = 0.85  # of two names
 _EPOCHS = "num_train_epochs"  # of Hugging Face
 _THREE_BATCHES = ("batch_size", "b")  # words with three meanings among frameworks
-IMPORTED = ("maxtext", "hf", "deepspeed", "axolotl", "megatron", "nemo", "trl")  # formats of `maxbatch import`
+IMPORTED = (
+    "maxtext",
+    "hf",
+    "deepspeed",
+    "axolotl",
+    "megatron",
+    "nemo",
+    "trl",
+    "llamafactory",
+    "torchtitan",
+)  # formats of `maxbatch import`
 
 
 Settled = Callable[[Mapping[str, Mapping[str, str]]], Mapping[str, Value] | None]
@@ -99,9 +110,10 @@ def hint(name: str, is_of_prompts: bool = False, most: int = 2) -> str:
         return f" is {key}: state it without the block"
     if (key := _as_key(name, found)) in KEYS:
         return ": config keys are stated without dashes" if name.startswith("-") else f": the key is {key}"
-    if found:
-        return f" {'; or '.join(row.answer() for row in found)}"
     near = misspelt(name)
+    is_misspelt = near is not None and difflib.SequenceMatcher(None, name, near).ratio() >= _ALMOST
+    if found and not (is_misspelt and "*" in found[0].word):  # a typo resembles a pattern of words too
+        return f" {'; or '.join(row.answer() for row in found)}"
     return f"; nearest: {near}" if near else "" if name.startswith("-") else " (maxbatch config lists the keys)"
 
 

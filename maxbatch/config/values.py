@@ -150,6 +150,9 @@ class Scalar:
         or_null = " or null" if self.nullable else ""
         value, near = parse(text)
         if value is None:
+            if length := of_duration(text):
+                named = " ".join(f"{name}={count}" for name, count in length.items())
+                raise ConfigError(f"{self.name}={shown(text)}: must be {rule}{or_null}; works: {named}")
             bare = text.removesuffix("t")  # the suffix of a batch in tokens
             if self.name.endswith("_tokens") and (tokens := amount(bare)) and tokens == abs(int(tokens)):
                 near = bare
@@ -173,6 +176,16 @@ class Scalar:
         guess = min(max(round(number), -_LARGEST), _LARGEST)
         broken = self.bounds and self.bounds.broken(guess)
         return plain_number(broken[1] if broken else guess)
+
+
+# Keys by the unit of Composer's durations: batches, epochs, samples, tokens.
+_DURATIONS = {"ba": "steps", "ep": "num_epochs", "sp": "train_samples", "tok": "train_tokens"}
+
+
+def of_duration(text: str) -> dict[str, str] | None:
+    """Converts Composer's duration, such as `10ba`, to a length of ours; returns None for other text."""
+    parts = re.fullmatch(r"\s*([\d_]{1,18})(ba|ep|sp|tok)\s*", text)
+    return {_DURATIONS[parts[2]]: parts[1].replace("_", "")} if parts else None
 
 
 def value_text(value: Value) -> str:

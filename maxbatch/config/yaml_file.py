@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _PROBLEMS: dict[type[Exception], str] = {
     FileNotFoundError: "does not exist",
     IsADirectoryError: "is a folder, not a YAML file",
 }
+_STRING_OR_COMMENT = re.compile(r'"(?:\\.|[^"\\])*(?:"|\Z)|//[^\n]*|/\*(?:[^*]|\*(?!/))*(?:\*/|\Z)', re.S)
 _MERGE = "tag:yaml.org,2002:merge"
 MERGED = "tag:maxbatch,2026:merged"  # marks a mapping whose keys `<<` has merged into another
 _TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in (
@@ -61,9 +63,7 @@ def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
     where = f"{what} {shown_path(path)}"
     try:
         text = read_text(path, where, MOST_BYTES).removeprefix("\ufeff")
-        # YAML includes JSON, except for tabs.
-        text = text.replace("\t", " ") if path.suffix.lower() == ".json" else text
-        return compose_text(text, where, path)
+        return compose_text(_as_yaml(text) if path.suffix.lower() == ".json" else text, where, path)
     except yaml.MarkedYAMLError as error:
         said = ", ".join(filter(None, (error.context, error.problem)))
         line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
@@ -75,6 +75,18 @@ def compose(path: AnyPath, what: str = "config file") -> yaml.Node | None:
     except (OSError, ValueError) as error:
         problem = _PROBLEMS.get(type(error), f"cannot be read ({reason(error)})")
         raise ConfigError(f"{where}: {problem}") from None
+
+
+def _as_yaml(text: str) -> str:
+    """Returns JSON as YAML, which includes it except for tabs, and for HJSON's comments, which become blanks.
+
+    Trailing commas are YAML.
+    """
+
+    def blank(found: re.Match[str]) -> str:
+        return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])
+
+    return _STRING_OR_COMMENT.sub(blank, text.replace("\t", " "))
 
 
 def compose_text(text: str, what: str, path: AnyPath) -> yaml.Node | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
+import re
 import shlex
 import sys
 from collections import Counter
@@ -13,16 +13,21 @@ from pathlib import Path
 
 from maxbatch.commands.arguments import check_at_most, count, local_path
 from maxbatch.commands.import_config import (
+    answered,
     axolotl,
     deepspeed,
     hf,
+    llamafactory,
     maxtext,
     maxtext_files,
     megatron,
+    python_file,
     reading,
     shell,
+    torchtitan,
     trl,
 )
+from maxbatch.commands.import_config.python_file import CLASS
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import (
     BESIDE,
@@ -38,8 +43,7 @@ from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_dataset
-from maxbatch.config.sections import KEYS, PromptBatchConfig
-from maxbatch.config.unknown import IMPORTED
+from maxbatch.config.sections import KEYS
 from maxbatch.config.values import TEXTS, first_of, shown, shown_path, value_text
 from maxbatch.config.words import FRAMEWORKS, look_up
 from maxbatch.config.yaml_file import quoted
@@ -59,11 +63,10 @@ _WIDEST = 44  # columns of a word or a value
 FORMATS: Mapping[str, Format] = {
     "maxtext": maxtext.FORMAT, "hf": hf.FORMAT, "deepspeed": deepspeed.FORMAT, "axolotl": axolotl.FORMAT,
     "megatron": megatron.FORMAT, "nemo": megatron.NEMO, "trl": trl.FORMAT,
+    "llamafactory": llamafactory.FORMAT, "torchtitan": torchtitan.FORMAT,
 }  # fmt: skip
 
-# Frameworks without a converter: their files are recognised by these words, and only their batch is explained.
-ANSWERED = {"verl": ("data.train_batch_size", "algorithm.adv_estimator", "actor_rollout_ref.actor.ppo_mini_batch_size")}
-_NAMES = (*FORMATS, *ANSWERED, "auto")
+_NAMES = (*FORMATS, *answered.SIGNS, "auto")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,6 +89,7 @@ def run(args: argparse.Namespace) -> int:
         works = f"works: maxbatch import auto {shlex.quote(str(path))}"
         raise ConfigError(f"{shown(args.format)}: must be one of {', '.join(_NAMES)}; {works}")
     _refuse_existing(output)
+    _check_is_file(args.file)
     reading.text_of(path)
     if args.command is not None and reading.is_yaml(path):
         raise ConfigError(f"--command {args.command}: is for shell files, and {shown_path(path)} is YAML or JSON")
@@ -122,12 +126,13 @@ def translated(
         name = "trl"
     if name == "megatron" and megatron.is_of_nemo(words):
         name = "nemo"
-    if name in ANSWERED:
-        raise ConfigError(f"{shown_path(path)}: {_answer(name, words)}")
+    words |= _splits_of_deepspeed(words, path)
+    if name in answered.SIGNS:
+        raise ConfigError(f"{shown_path(path)}: {answered.answer(name, words)}")
     form = FORMATS[name]
     if not any(_is_known(word, name) for word in words):
         raise ConfigError(f"{shown_path(path)}: states nothing that {FRAMEWORKS[name]} knows")
-    counts_processes = name == "trl" and not reading.is_yaml(path)
+    counts_processes = name == "trl" and not reading.is_yaml(path) and not python_file.is_python(path)
     if counts_processes and (processes := shell.read_command(path, command).processes(shown_path(path))):
         words.setdefault(trl.PROCESSES, str(processes))
     translation = Translation(words, form.defaults, name, devices)
@@ -136,40 +141,75 @@ def translated(
     return translation, notes
 
 
-def _answer(name: str, words: Mapping[str, Stated]) -> str:
-    """Explains the batch words of a framework without a converter."""
-    batch = {key.name for key in PromptBatchConfig.declared}
-    rows = {word: row for word in words if (row := look_up(word, name)) and not batch.isdisjoint(row.keys)}
-    said = "; ".join(f"{shown(word)}={shown(_text(words[word]))} {row.answer()}" for word, row in rows.items())
-    rule = f"a config of {FRAMEWORKS[name]} is not converted; its batch here: {said or 'none is stated'}"
-    return f"{rule}; maxbatch plan rl --words prints the same words for a batch of ours"
+_FILE_OF_TORCHTITAN = "job.config_file"  # its flags take precedence over it
+_SPLITS_OF_DEEPSPEED = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 
 
-def _text(value: Stated) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+def _splits_of_deepspeed(words: Mapping[str, Stated], path: Path) -> dict[str, Stated]:
+    """Returns the devices of a replica that a DeepSpeed file states which the config names, if that file is here."""
+    named = words.get("deepspeed")
+    if not isinstance(named, str) or not named.endswith(".json"):
+        return {}
+    file = next((place for place in (path.parent / named, Path(named)) if place.is_file()), None)
+    stated = {} if file is None else reading.read_yaml(file)
+    return {f"deepspeed.{name}": stated[name] for name in _SPLITS_OF_DEEPSPEED if name in stated}
 
 
 def _read(path: Path, command: int | None) -> dict[str, Stated]:
+    if python_file.is_python(path):
+        return python_file.read_python(path, command)
     if reading.is_yaml(path):
         return reading.renamed(reading.read_yaml(path), shown_path(path))
-    return shell.settings_of(shell.read_command(path, command).arguments, shown_path(path))
+    words = shell.settings_of(shell.read_command(path, command).arguments, shown_path(path))
+    named = words.get(_FILE_OF_TORCHTITAN)
+    if isinstance(named, str) and (path.parent / named).is_file():
+        words.pop(_FILE_OF_TORCHTITAN)
+        words = {**reading.renamed(reading.read_yaml(path.parent / named), shown_path(path)), **words}
+    return words
+
+
+# Programs that share words with others, which have words of their own beside these.
+_EXTENDED: Mapping[str, tuple[str, ...]] = {
+    "hf": ("llamafactory", "axolotl", "openrlhf", "mlx"), "megatron": ("nemo", "slime", "nemo_rl"),
+    "deepspeed": ("openrlhf",), "nemo": ("levanter",),
+}  # fmt: skip
 
 
 def recognised_format(path: Path, command: int | None = None) -> str:
-    """Returns the format that shares the most words with a file."""
+    """Returns the program whose files alone have the words of a file.
+
+    Raises:
+      ConfigError: no program's words are in it, or those of several.
+    """
     words = _read(path, command)
-    found: Counter[str] = Counter()
-    for word in words:
-        found.update(name for name in (*IMPORTED, *ANSWERED) if look_up(word, name) or _is_ours(word, name))
-    found["maxtext"] += 3 if "base_config" in words else 0
-    for name, signs in (*((name, form.signs) for name, form in FORMATS.items()), *ANSWERED.items()):
-        found[name] += 3 * sum(sign in words for sign in signs)
-    if not found or not max(found.values()):
-        raise ConfigError(f"{shown_path(path)}: no words of {', '.join((*FORMATS, *ANSWERED))}; works: name the format")
-    name = max((*IMPORTED, *ANSWERED), key=lambda name: found[name])
+    signs = {name: answered.signs_in(words, name) for name in answered.SIGNS}
+    signs |= {name: sum(sign in words for sign in form.signs) for name, form in FORMATS.items()}
+    signs["maxtext"] += "base_config" in words
+    signs["hf"] += CLASS in words
+    for name, others in _EXTENDED.items():
+        if any(signs[other] for other in others):
+            signs[name] = 0
+    having = {word: [name for name in signs if _has_word(word, name)] for word in words}
+    shared = Counter(name for names in having.values() for name in names)
+    alone = Counter(names[0] for names in having.values() if len(names) == 1)
+    most = signs if any(signs.values()) else alone
+    found = sorted((name for name in most if most[name]), key=lambda name: (-most[name], -shared[name]))
+    if not found and not shared:
+        raise ConfigError(f"{shown_path(path)}: no words of {', '.join(FORMATS)}; works: name the format")
+    if not found or (len(found) > 1 and (most[found[1]], shared[found[1]]) == (most[found[0]], shared[found[0]])):
+        named = found or [name for name, count in shared.items() if count == max(shared.values())]
+        whose = first_of([FRAMEWORKS[name] for name in named], 8)
+        works = f"works: maxbatch import {named[0]} {shlex.quote(str(path))}"
+        raise ConfigError(f"{shown_path(path)}: has no words that one program alone has, but those of {whose}; {works}")
+    name = found[0]
     if name in ("hf", "trl"):
         return "trl" if trl.is_of_responses(words) else "hf"
     return "megatron" if name == "nemo" else name
+
+
+def _has_word(word: str, name: str) -> bool:
+    row = look_up(word, name)
+    return (row is not None and "*" not in row.word) or _is_ours(word, name)
 
 
 def _is_known(word: str, name: str) -> bool:
@@ -235,6 +275,18 @@ def written(translation: Translation, source: str) -> str:
             is_text = key.kind in TEXTS and config[name] is not None
             lines.append(f"{name}: {quoted(value_text(config[name])) if is_text else translation.settings[name]}")
     return "\n".join(lines) + "\n"
+
+
+def _check_is_file(name: str) -> None:
+    """Raises ConfigError for standard input, and for a command in place of the file that has it."""
+    if name == "-":
+        raise ConfigError("-: standard input is not read; write it to a file, such as run.sh, and name that")
+    if (
+        " " in name
+        and not os.path.lexists(name)
+        and re.search(r"(^| )(python[\d.]*|torchrun|deepspeed|trl)( |$)", name)
+    ):
+        raise ConfigError(f"{shown(name)}: is a command; write it to a file, such as run.sh, and name that")
 
 
 def _refuse_existing(output: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from maxbatch.commands.import_config.python_file import CLASS
 from maxbatch.commands.import_config.steps import take_dataset, take_parameters
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates
@@ -11,15 +12,20 @@ from maxbatch.commands.import_config.translation import Translation
 
 # Words of TRL's DPOConfig and ORPOConfig (docs: dpo_trainer, orpo_trainer), and of its trainers of generated responses.
 _OF_PAIRS = ("beta", "loss_type", "label_smoothing", "precompute_ref_log_probs", "reference_free", "max_prompt_length")
+_CLASSES_OF_PAIRS = ("DPOConfig", "ORPOConfig")
 _OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generation", "temperature")
 
 
 def _states_pairs(t: Translation, word: str) -> bool:
+    if CLASS in t:
+        return t.text(CLASS) in _CLASSES_OF_PAIRS
     return any(word in t for word in _OF_PAIRS) and not any(word in t for word in _OF_RESPONSES)
 
 
 def _name_of_orpo(t: Translation) -> str:
     """Returns the word that identifies ORPOConfig; "" for DPOConfig."""
+    if CLASS in t:
+        return CLASS if t.text(CLASS) == "ORPOConfig" else ""
     named = [word for word in ("output_dir", "run_name", "hub_model_id") if "orpo" in t.text(word).lower()]
     return named[0] if named and "loss_type" not in t else ""
 

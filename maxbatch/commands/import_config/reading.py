@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -20,9 +21,9 @@ _MOST_WORDS = 2_000
 
 def is_yaml(path: Path) -> bool:
     """Returns whether a file is YAML or JSON, by its name, or by a mapping in its text."""
-    if path.suffix.lower() in (".yml", ".yaml", ".json"):
+    if path.suffix.lower() in (".yml", ".yaml", ".json", ".toml"):
         return True
-    if path.suffix.lower() in (".sh", ".bash"):
+    if path.suffix.lower() in (".sh", ".bash", ".py"):
         return False
     return not re.search(r"^[ \t]*(--|python|export |torchrun)|^[\w.\-]+=", text_of(path), re.M)
 
@@ -34,11 +35,13 @@ def text_of(path: Path) -> str:
 
 
 def read_yaml(path: Path) -> dict[str, Stated]:
-    """Reads the words of a YAML or JSON file; nested names are joined by dots.
+    """Reads the words of a YAML, JSON or TOML file; nested names are joined by dots.
 
     Raises:
       ConfigError: the file is unreadable, exceeds a bound, or states a word with two values.
     """
+    if path.suffix.lower() == ".toml":
+        return _read_toml(path)
     node = compose(path)
     if node is None:
         return {}
@@ -48,6 +51,30 @@ def read_yaml(path: Path) -> dict[str, Stated]:
     for word, value in _flat(node, shown_path(path)):
         state(found, word, value, shown_path(path))
     return found
+
+
+def _read_toml(path: Path) -> dict[str, Stated]:
+    try:
+        tables = tomllib.loads(text_of(path), parse_float=str)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise ConfigError(f"{shown_path(path)}: is not TOML: {shown(str(error))}") from None
+    words: dict[str, Stated] = {}
+    for word, value in _flat_table(tables):
+        state(words, word, value, shown_path(path))
+    return words
+
+
+def _flat_table(table: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, Stated]]:
+    for name, value in table.items():
+        if isinstance(value, dict) and value:
+            yield from _flat_table(value, f"{prefix}{name}.")
+        elif isinstance(value, list):
+            yield f"{prefix}{name}", value
+        else:
+            yield (
+                f"{prefix}{name}",
+                str(value).lower() if isinstance(value, bool) else "" if value == {} else str(value),
+            )
 
 
 def state(found: dict[str, Stated], word: str, value: Stated, where: str) -> None:

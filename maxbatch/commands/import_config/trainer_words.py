@@ -8,11 +8,10 @@ from collections.abc import Callable
 
 from maxbatch.commands.import_config.table import Equation, Format
 from maxbatch.commands.import_config.translation import Translation
+from maxbatch.config.matrices import OF_PEFT
 
 _OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "cpuadam": "adamw", "onebitadam": "",
                "lion": "lion", "adafactor": "adafactor", "sgd": "sgd", "muon": "muon"}  # fmt: skip
-_TARGETS = {"q_proj": "query", "k_proj": "key", "v_proj": "value", "o_proj": "out", "gate_proj": "gate",
-            "up_proj": "up", "down_proj": "down"}  # fmt: skip
 
 
 def _steps_of(t: Translation) -> float | None:
@@ -188,10 +187,10 @@ def _targets(t: Translation, _: str) -> None:
         for word in ("lora_target_linear", "lora_target_modules"):
             if word in t:
                 t.map(word, lora_targets="all")
-    elif not set(names) <= set(_TARGETS):
-        t.refuse("lora_target_modules", f"a list of {', '.join(_TARGETS)}", is_essential=True)
+    elif not set(names) <= set(OF_PEFT):
+        t.refuse("lora_target_modules", f"a list of {', '.join(OF_PEFT)}", is_essential=True)
     elif names:
-        targets = ",".join(ours for name, ours in _TARGETS.items() if name in names)
+        targets = ",".join(ours for name, ours in OF_PEFT.items() if name in names)
         t.map("lora_target_modules", lora_targets=targets)
 
 

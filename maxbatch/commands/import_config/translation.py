@@ -23,7 +23,12 @@ from maxbatch.system.errors import ConfigError
 
 Stated = str | list[object]  # a value as written, or a list
 
-BESIDE = {"megatron": "nemo", "nemo": "megatron", "trl": "hf"}  # frameworks whose words are read together
+BESIDE = {
+    "megatron": "nemo",
+    "nemo": "megatron",
+    "trl": "hf",
+    "llamafactory": "hf",
+}  # frameworks whose words are read together
 MAPPED, NEEDS_YOU, IGNORED, UNSUPPORTED = "mapped", "needs you", "ignored", "not supported"
 # Values at which an unsupported word has no effect.
 _NOTHING = ("", "null", "none", "~", "false", "0", "0.", "0.0", "-1", "-1.0", "[]", "{}", "default", "disabled", "no")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 
 from maxbatch.commands.import_config import hf
+from maxbatch.commands.import_config.python_file import CLASS
 from maxbatch.commands.import_config.steps import take_dataset, take_rewards, without_balance
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
@@ -16,9 +17,9 @@ _OF_RESPONSES = ("num_generations", "generation_batch_size", "steps_per_generati
 _BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "generation_batch_size")
 
 
-def is_of_responses(words: Container[str]) -> bool:
+def is_of_responses(words: Mapping[str, object]) -> bool:
     """Returns whether the words are GRPOConfig's."""
-    return any(word in words for word in _OF_RESPONSES)
+    return words.get(CLASS) == "GRPOConfig" or any(word in words for word in _OF_RESPONSES)
 
 
 def _whole(t: Translation, word: str) -> int | None:

@@ -19,7 +19,8 @@ FRAMEWORKS = {
     "maxtext": "MaxText", "hf": "Hugging Face", "deepspeed": "DeepSpeed", "axolotl": "Axolotl",
     "megatron": "Megatron-LM", "nemo": "NeMo", "keras": "Keras", "torch": "PyTorch", "lightning": "Lightning",
     "nanogpt": "nanoGPT", "torchtitan": "torchtitan", "levanter": "Levanter", "olmo": "OLMo-core",
-    "trl": "TRL", "verl": "verl",
+    "trl": "TRL", "verl": "verl", "llamafactory": "LLaMA-Factory", "mlx": "mlx-lm", "nemo_rl": "NeMo-RL",
+    "openrlhf": "OpenRLHF", "slime": "slime", "composer": "Composer", "paxml": "Paxml",
 }  # fmt: skip
 
 _OF_PROMPTS = frozenset(key.name for section in (PromptBatchConfig, RLConfig) for key in section.declared)
@@ -51,7 +52,9 @@ class Word(NamedTuple):
     @property
     def is_of_prompts(self) -> bool:
         """Whether it is a word of reinforcement learning."""
-        return set(self.whose) <= {"trl", "verl"} or not set(self.keys).isdisjoint(_OF_PROMPTS)
+        return set(self.whose) <= {"trl", "verl", "nemo_rl", "openrlhf", "slime"} or not set(self.keys).isdisjoint(
+            _OF_PROMPTS
+        )
 
     @property
     def changes_data(self) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.values import Value, counted, exact, plain_number, schedule_text
+from maxbatch.config.values import Value, counted, exact, of_duration, plain_number, schedule_text
 
 OF_LOSS = ("reduction", "loss_reduction")  # words for a loss's reduction
 _MODEL_AXES = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline"))
@@ -56,6 +56,8 @@ def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
         return None if rate is None else {"learning_rate": text_of(rate)}
     if word == "train_batch_size" and (schedule := _phases(text)):
         return {"batch_size_schedule": schedule}
+    if word == "max_duration":
+        return of_duration(text)
     convert, value = _CONVERSIONS.get(word), read_number(text)
     found = convert(value, setting) if convert and value else None
     return None if found is None else {name: text_of(number) for name, number in found.items()}
@@ -182,7 +184,9 @@ _CONVERSIONS: Mapping[str, _Conversion] = {
     ),
     **dict.fromkeys(("mini_batch_size", "ppo_mini_batch_size"), _minibatches),
     "ppo_micro_batch_size": _chunk(lambda setting: 1),
-    "ppo_micro_batch_size_per_gpu": _chunk(lambda setting: setting.devices),
+    **dict.fromkeys(
+        ("ppo_micro_batch_size_per_gpu", "micro_train_batch_size"), _chunk(lambda setting: setting.devices)
+    ),
     **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_iters", "lr_warmup_iters", "warmup_num_steps",
                      "lr_warmup_steps"), _warmup),
     **dict.fromkeys(("min_lr", "min_learning_rate", "lr_min"), _last_rate),

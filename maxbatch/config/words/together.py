@@ -51,12 +51,15 @@ _OF_BATCH = {
     "samples_of_host": (
         "batch_size_per_node", "per_node_batch_size", "samples_per_node", "samples_per_host", "images_per_node",
     ),
-    "rows": ("micro_batch_size", "micro_batch", "microbatch_size", "micro"),
+    "rows": (
+        "micro_batch_size", "micro_batch", "microbatch_size", "micro", "micro_train_batch_size",
+        "train_micro_batch_size",
+    ),
     "rows_of_pass": ("micro_batch_size_to_train_on",),
     "loaded": ("global_batch_size_to_load", "global_batch_to_load"),
     "loading_hosts": ("num_loading_hosts",),
     "tokens": ("tokens_per_step", "tokens_per_batch", "num_tokens_per_train_step", "data_loader.global_batch_size"),
-    "tokens_of_rows": ("num_tokens_per_microbatch_per_dp_rank", "rank_microbatch_size"),
+    "tokens_of_rows": ("num_tokens_per_microbatch_per_dp_rank", "rank_microbatch_size", "max_tokens"),
 }  # fmt: skip
 _QUANTITY = {
     word: quantity for table in (_OF_MACHINE, _OF_BATCH) for quantity, words in table.items() for word in words
