@@ -224,6 +224,19 @@ def add_model(parser: argparse.ArgumentParser, **files: str) -> None:
 
 
 def add_averaged(parser: argparse.ArgumentParser) -> None:
-    """Adds the flag that uses the average of a run's parameters."""
+    """Adds the flags that use the average of a run's parameters, and its best checkpoint."""
     averaged = "use the average of the parameters that a run with parameter_average_half_life keeps"
     parser.add_argument("--averaged", action="store_true", help=averaged)
+    best = "use the checkpoint with the lowest eval loss, checkpoints/best of a run folder"
+    parser.add_argument("--best", action="store_true", help=best)
+
+
+def model_of(args: argparse.Namespace) -> str:
+    """Returns the path of the model that MODEL and --best name."""
+    from maxbatch.system.storage import as_path
+
+    if not args.best:
+        return str(args.model)
+    if not (as_path(args.model) / "checkpoints").is_dir():
+        raise ConfigError(f"--best: {shown(args.model)} is no run folder with checkpoints/; works: no --best")
+    return f"{args.model.rstrip('/')}/checkpoints/best"

@@ -14,6 +14,7 @@ from maxbatch.commands.arguments import (
     add_simulated_devices,
     check_overrides,
     count,
+    model_of,
     simulate_devices,
     whole,
 )
@@ -53,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
     check_installed()
     found = evaluate(
-        LoadedModel(args.model, args.overrides, args.averaged),
+        LoadedModel(model_of(args), args.overrides, args.averaged),
         [name for name in args.tasks.split(",") if name],
         include_path=args.include_path,
         num_fewshot=args.num_fewshot,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from maxbatch.commands.arguments import add_averaged
+from maxbatch.commands.arguments import add_averaged, model_of
 from maxbatch.system.errors import EXIT_DONE
 from maxbatch.system.folding import printable
 
@@ -28,5 +28,5 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.huggingface.export.peft import export_adapters
 
     export = export_adapters if args.adapter else export_model
-    print(printable(str(export(args.model, args.output, args.dtype, args.averaged))))
+    print(printable(str(export(model_of(args), args.output, args.dtype, args.averaged))))
     return EXIT_DONE

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_model, check_overrides, count, real, whole
+from maxbatch.commands.arguments import add_model, check_overrides, count, model_of, real, whole
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
@@ -67,6 +67,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.compile.cache import use_persistent_cache
     from maxbatch.training.weights.parameters import open_source, restored
 
+    args.model = model_of(args)
     source = open_source(args.model, args.averaged)
     config = source.config(args.overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))

@@ -7,7 +7,7 @@ import json
 import math
 from typing import TYPE_CHECKING
 
-from maxbatch.commands.arguments import add_model, add_simulated_devices, check_overrides, simulate_devices
+from maxbatch.commands.arguments import add_model, add_simulated_devices, check_overrides, model_of, simulate_devices
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
@@ -34,7 +34,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.loaded_model import LoadedModel, RecordFault
 
     try:
-        found = LoadedModel(args.model, args.overrides, args.averaged).score(lines)
+        found = LoadedModel(model_of(args), args.overrides, args.averaged).score(lines)
     except RecordFault as error:
         raise ConfigError(f"FILE={shown(repr(args.file))}: {error}") from error
     if args.json:

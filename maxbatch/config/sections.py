@@ -543,6 +543,8 @@ class CheckpointConfig(Section, changes="the states that are kept"):
         "updates between checkpoints; the last update is always saved", NOTHING, COUNT, "updates")
     max_num_checkpoints_to_keep: int | None = key(3,
         "newest checkpoints kept; null: all", NOTHING, COUNT, "checkpoints")
+    keep_best_checkpoint: bool = key(True, "true: the checkpoint with the lowest eval loss is saved and kept "
+        "beside the newest ones (checkpoints/best)", NOTHING, maxtext=OURS, warm_start=False)
     local_checkpoint_directory: LocalPath = key("",
         'each host keeps its newest shards below this path, on its own disk or RAM disk; "": none', NOTHING,
         warm_start=False, shared=Shared.STATED, changes="")

@@ -231,6 +231,7 @@ class Session(Generic[B]):
             warn,
             self.opened.data.num_loading_hosts,
             self._context.identity.run_id,
+            self.config.keep_best_checkpoint,
         )
         return self._context.stack.enter_context(closing(checkpoints))
 
@@ -313,6 +314,8 @@ class Session(Generic[B]):
         lowest = (
             "no eval had a finite loss" if best.loss is None else f"the lowest is {best.loss:.4f}, of step {best.step}"
         )
+        if self.checkpoints and self.checkpoints.has_best(best.step):
+            lowest += ", in checkpoints/best"
         evals = "eval" if best.evals_since == 1 else f"{best.evals_since} evals in a row"
         return f"; ended early: the eval loss has not fallen for {evals} ({lowest})"
 
@@ -434,10 +437,11 @@ class Session(Generic[B]):
             if pauses or running.takes_turns or self._outputs:
                 recorder.catch_up(partial(self._evaluate, running, state, step) if evaluates else None)
             ends_early = evaluates and self._ends_early(recorder.position)
+            is_best = evaluates and config.keep_best_checkpoint and recorder.position.best_eval.step == step
             if pauses:
                 profiler.after(step)
-                if saves or ends_early:
-                    self._save(running, state, recorder)
+                if saves or ends_early or is_best:
+                    self._save(running, state, recorder, is_extra=not (saves or ends_early))
                 if keeps and not ends_early:
                     self._save_locally(state, recorder)
                 recorder.restart_clock()
@@ -463,12 +467,12 @@ class Session(Generic[B]):
         with self._clock.during(TimePart.EVAL):
             return running.evaluate(state, step)
 
-    def _save(self, running: Running[B], state: TrainState, recorder: Recorder) -> None:
+    def _save(self, running: Running[B], state: TrainState, recorder: Recorder, is_extra: bool = False) -> None:
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
             with self._clock.during(TimePart.CHECKPOINTS):
                 self.folder.check()
                 recorder.sync()
-                self.checkpoints.save(state, recorder.position, running.ahead())
+                self.checkpoints.save(state, recorder.position, running.ahead(), is_extra)
 
     def _save_locally(self, state: TrainState, recorder: Recorder) -> None:
         assert self._local is not None

@@ -124,7 +124,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "grain_prefetch_buffer_size", "data_cache_dir",
         "use_sft", "sft_format", "sft_train_on_completion_only", "overlong",
         "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "local_checkpoint_directory",
-        "local_checkpoint_period", "eval_interval", "eval_steps",
+        "keep_best_checkpoint", "local_checkpoint_period", "eval_interval", "eval_steps",
         "eval_samples", "eval_tasks", "eval_tasks_limit", "early_stopping_patience", "log_to", "log_period",
         "profile_steps", "generate_prompt", "peak_tflops_per_device", "compilation_cache_dir", "heartbeat_timeout_s",
         "host_wait_s", "transcript_period", "own_parts",
@@ -141,7 +141,7 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "weight_decay_timescale", "profile_steps", "use_sft", "lora_rank", "early_stopping_patience",
         "eval_tasks",
         "parameter_average_half_life",
-        "local_checkpoint_directory", "local_checkpoint_period", "own_parts",
+        "local_checkpoint_directory", "local_checkpoint_period", "own_parts", "keep_best_checkpoint",
     }  # fmt: skip
 
 

@@ -123,6 +123,7 @@ class Branches:
             "enable_checkpointing=true",
             f"checkpoint_period={-(-branch.updates // 3)}",
             "max_num_checkpoints_to_keep=1",
+            "keep_best_checkpoint=false",
             "eval_interval=-1",
             "eval_tasks=",
             "eval_tasks_limit=null",

@@ -28,6 +28,7 @@ from maxbatch.config.values import shown, shown_path
 from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import KeyPath, State, TreeOf
+from maxbatch.runs.best_checkpoint import find_best, names_best
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, missing_folder
@@ -293,6 +294,8 @@ def find_checkpoint(path: str | Path) -> AnyPath:
     Raises:
       ConfigError: there is none.
     """
+    if names_best(as_path(path)):
+        return find_best(as_path(path).absolute())
     if missing := missing_folder(as_path(path)):
         raise ConfigError(f"{shown_path(path)}: {missing}; {_GIVE}")
     folder = as_path(path).absolute()

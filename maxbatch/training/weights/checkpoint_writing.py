@@ -20,6 +20,7 @@ import jax
 
 from maxbatch.parallel.hosts import report_to_first
 from maxbatch.parallel.trees import Tree
+from maxbatch.runs.best_checkpoint import BEST, BestCheckpoint
 from maxbatch.runs.position import COMMITTED_FILE, is_committed
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, LeaseLost, TrainingError, one_line, writing
@@ -53,6 +54,7 @@ class Save:
       items: arrays, by the name of their folder.
       small: the content of further files, by their paths in the checkpoint.
       old: steps of checkpoints to remove once this one is committed.
+      best: the new content of `checkpoints/best`; None: it stays.
 
     Attributes:
       may_be_committed: whether the first host has begun to commit.
@@ -66,8 +68,10 @@ class Save:
         items: Mapping[str, Tree],
         small: Mapping[str, bytes],
         old: list[int],
+        best: BestCheckpoint | None = None,
     ) -> None:
         self._folder, self._token, self._step, self._small, self._old = folder, token, step, small, old
+        self._best = best
         self._place = folder / str(step) if is_remote(folder) else self._own(step)
         self._forms = {item: forms_of(tree) for item, tree in items.items()}
         self._blocks = {item: blocks_here(jax.tree.leaves(tree), of_all_hosts=True) for item, tree in items.items()}
@@ -141,6 +145,8 @@ class Save:
             remove_tree(final)
             self.may_be_committed = True
             move_tree(self._place, final)
+        if self._best is not None:  # names a checkpoint that is there, before and after this write
+            write_atomically(self._folder / BEST, self._best.to_bytes())
         for step in self._old:
             self._remove(step)
 

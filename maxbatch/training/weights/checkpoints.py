@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,7 +26,17 @@ from maxbatch.config.sections import KEYS, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
-from maxbatch.runs.position import OLD_BASE, CheckpointRecord, DamagedError, Position, committed_steps, read_record
+from maxbatch.runs.best_checkpoint import BEST, BestCheckpoint, read_best
+from maxbatch.runs.position import (
+    OLD_BASE,
+    CheckpointRecord,
+    DamagedError,
+    Position,
+    committed_steps,
+    is_committed,
+    read_record,
+)
+from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, reading, writing
 from maxbatch.system.storage import AnyPath, move_tree
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
@@ -86,6 +96,7 @@ class Checkpoints:
       identity: facts that a checkpoint must share to be resumed: `{"data": {...}, "model": {...}}`.
       warn: called for every checkpoint set aside.
       num_loading_hosts: hosts that load data, recorded for the next run.
+      keeps_best: whether the checkpoint with the lowest eval loss is kept too.
 
     Attributes:
       origin: the source of the run's first parameters, recorded in every checkpoint if known.
@@ -99,6 +110,7 @@ class Checkpoints:
         warn: Callable[[str], None],
         num_loading_hosts: int = 1,
         run_id: str | None = None,
+        keeps_best: bool = False,
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
@@ -106,6 +118,8 @@ class Checkpoints:
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
         self.origin: RunOrigin | None = None
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
+        self._keeps_best = keeps_best
+        self._best: BestCheckpoint | None = None  # as `checkpoints/best` states it, or the save under way
         self._steps: set[int] | None = None  # saved or being saved, once the first save begins
         self._token = ""  # this start's own
         self._thread = ThreadPoolExecutor(1, "maxbatch-checkpoint")
@@ -128,12 +142,35 @@ class Checkpoints:
         def look() -> dict[str, object] | None:
             remove_unfinished(self._folder)
             records = (self._look(step)[1] for step in committed_steps(self._run_dir))
-            return next(filter(None, records), None)
+            newest = next(filter(None, records), None)
+            if newest and self._keeps_best:
+                self._mend_best(CheckpointRecord.from_json(newest).position)
+            return newest
 
         found = broadcast(look)
         record = CheckpointRecord.from_json(found) if found else None
         self._started = self._saved = record.position.step if record else 0
         return record
+
+    def _mend_best(self, position: Position) -> None:
+        """Writes `checkpoints/best` if the writer was killed between a checkpoint and this file."""
+        best, stated = position.best_eval, self._stated_best()
+        folder = self._folder / str(best.step)
+        if (
+            best.loss is None
+            or (stated and stated.step == best.step)
+            or not folder.is_dir()
+            or not is_committed(folder)
+        ):
+            return
+        with writing(self._folder):
+            write_atomically(self._folder / BEST, BestCheckpoint(best.step, best.loss, is_extra=False).to_bytes())
+
+    def _stated_best(self) -> BestCheckpoint | None:
+        """Returns the content of `checkpoints/best`; None without it, or where it cannot be read."""
+        with contextlib.suppress(ConfigError):  # a file that is damaged is written again
+            return read_best(self._folder)
+        return None
 
     def _look(self, step: int) -> tuple[str | None, Any]:
         """Returns the damage of a checkpoint's JSON, or the JSON if it is sound."""
@@ -253,11 +290,12 @@ class Checkpoints:
             f"training continues from step {resumed}"
         )
 
-    def save(self, state: TrainState, position: Position, ahead: bytes | None = None) -> None:
+    def save(self, state: TrainState, position: Position, ahead: bytes | None = None, is_extra: bool = False) -> None:
         """Starts a save; returns when the arrays may be overwritten, and writes files in the background.
 
         Args:
           ahead: the task's data for the batches ahead.
+          is_extra: whether it is saved for its eval loss alone.
 
         Raises:
           TrainingError: the disk is full, possibly during the previous save; earlier saves are whole.
@@ -273,11 +311,44 @@ class Checkpoints:
                 self._folder.mkdir(exist_ok=True)
             self._token = broadcast(partial(secrets.token_hex, 4))
             self._steps = set(broadcast(partial(committed_steps, self._run_dir)))
+            self._best = self._read_best() if self._keeps_best else broadcast(self._forget_best)
         steps = sorted(self._steps | {position.step})
-        old = steps[: -self._keep] if self._keep else []
-        save = Save(self._folder, self._token, position.step, dict(_items(state)), small, old)
+        best = self._best_of(position, steps, is_extra)
+        old = self._old(steps, best)
+        new_best = best if best != self._best else None
+        save = Save(self._folder, self._token, position.step, dict(_items(state)), small, old, new_best)
         self._under_way = save, self._thread.submit(save.run)
-        self._started, self._steps = position.step, set(steps) - set(old)
+        self._started, self._steps, self._best = position.step, set(steps) - set(old), best
+
+    def _read_best(self) -> BestCheckpoint | None:
+        """Returns what `checkpoints/best` states, as the first host reads it."""
+        stated = broadcast(self._stated_best)
+        return BestCheckpoint(*stated) if stated else None
+
+    def _forget_best(self) -> None:
+        """Removes a `checkpoints/best` that further evals, whose best is not kept, may prove wrong."""
+        with writing(self._folder):
+            (self._folder / BEST).unlink(missing_ok=True)
+
+    def _best_of(self, position: Position, steps: Sequence[int], is_extra: bool) -> BestCheckpoint | None:
+        """Returns the best of the checkpoints `steps` at a position, the last of them saved there."""
+        lowest = position.best_eval
+        if not self._keeps_best or lowest.loss is None or lowest.step not in steps:
+            return self._best
+        if self._best and self._best.step == lowest.step:
+            return self._best
+        return BestCheckpoint(lowest.step, lowest.loss, is_extra and lowest.step == position.step)
+
+    def _old(self, steps: Sequence[int], best: BestCheckpoint | None) -> list[int]:
+        """Returns the checkpoints to remove: all but the newest ones and the best one.
+
+        One that was saved for its eval loss alone counts for none of the newest, and goes once another one is better.
+        """
+        extra = {one.step for one in (best, self._best) if one and one.is_extra}
+        counted = [step for step in steps if step not in extra]
+        old = counted[: -self._keep] if self._keep else []
+        old += sorted(extra - {steps[-1]})
+        return [step for step in old if step in steps and not (best and step == best.step)]
 
     def record_of(self, state: TrainState, position: Position, ahead: bytes | None = None) -> CheckpointRecord:
         """Returns the record of a state with its checksums; all hosts must call it."""
@@ -295,6 +366,11 @@ class Checkpoints:
     def has(self, step: int) -> bool:
         """Returns whether this step is saved or being saved."""
         return step in (committed_steps(self._run_dir) if self._steps is None else self._steps)
+
+    def has_best(self, step: int) -> bool:
+        """Returns whether the checkpoint of this step is kept as the best one."""
+        best = self._stated_best() if self._best is None else self._best
+        return best is not None and best.step == step
 
     def _wait(self) -> None:
         """Waits for the last save; raises as `save` does."""

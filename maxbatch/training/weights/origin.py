@@ -16,6 +16,7 @@ from maxbatch.config.values import shown
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.parallel.hosts import broadcast, gather, warn
 from maxbatch.parallel.trees import State
+from maxbatch.runs.best_checkpoint import find_best, names_best
 from maxbatch.runs.position import CheckpointRecord, Origin, is_committed, last_saved
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
@@ -80,10 +81,10 @@ def open_origin(
       ConfigError: there is no such source, its content differs from the pin, or the hosts' sources differ.
     """
     stated = f"{key}={shown(repr(path))}"
-    step = pin.step if pin else broadcast(lambda: _newest_step(path))
+    step = pin.step if pin else broadcast(lambda: _named_step(path))
     place = path
-    if step is not None and _is_run(path):
-        folder = as_path(path) / "checkpoints" / str(step)
+    if step is not None and (checkpoints := _checkpoints_of(path)) is not None:
+        folder = checkpoints / str(step)
         if not (folder.is_dir() and is_committed(folder)):
             held = f"{whose} started from it" if pin else "the first host has it"
             raise ConfigError(
@@ -115,12 +116,22 @@ def _refuse_different(stated: str, found: list[object]) -> None:
         )
 
 
-def _is_run(path: str) -> bool:
-    return not is_huggingface_folder(path) and not is_checkpoint(as_path(path))
+def _checkpoints_of(path: str) -> AnyPath | None:
+    """Returns the `checkpoints/` of a path that names one of them by its rank: a run folder, or its best checkpoint."""
+    place = as_path(path)
+    if is_huggingface_folder(path) or is_checkpoint(place):
+        return None
+    return place.parent if names_best(place) else place / "checkpoints"
 
 
-def _newest_step(path: str) -> int | None:
-    return last_saved(as_path(path).absolute()) if _is_run(path) else None
+def _named_step(path: str) -> int | None:
+    """Returns the step of a run's newest checkpoint, or of its best one; None for other paths."""
+    checkpoints = _checkpoints_of(path)
+    if checkpoints is None:
+        return None
+    if names_best(as_path(path)):
+        return int(find_best(as_path(path)).name)
+    return last_saved(checkpoints.parent.absolute())
 
 
 class RunOrigin:
