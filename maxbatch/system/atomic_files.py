@@ -11,14 +11,14 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, cast
 
 from maxbatch.system.errors import writing
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.remote_path import RemotePath
-from maxbatch.system.storage import AnyPath, remove_tree
+from maxbatch.system.storage import AnyPath, file_sizes, remove_tree
 
 _STALE_S = 24 * 3600
 _DESCRIPTOR = re.compile(r"/(?:dev|proc/self)/fd/([0-9]{1,9})")
@@ -101,17 +101,23 @@ def write_atomically(path: AnyPath, content: str | bytes) -> None:
 
 
 @contextlib.contextmanager
-def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
+def writing_folder(
+    folder: AnyPath, last: str, replaces: Callable[[str], bool] = lambda name: False
+) -> Iterator[AnyPath]:
     """Yields a place for new files, which the folder gets when the block ends; an exception discards them.
 
     The file named `last` marks the folder as complete: it is written last, and an existing one is removed first.
-    In an object store the files are written into the folder itself, `last` by the end of the block.
+    In an object store the files are written into the folder itself, `last` by the end of the block; an object whose
+    name begins with `BUILDING` marks the folder meanwhile.
+
+    Args:
+      replaces: whether a file of this name is of an earlier block that was killed, and goes.
 
     Raises:
       OSError: the folder cannot be written.
     """
     if isinstance(folder, RemotePath):
-        with _adding_objects(folder, last):
+        with _adding_objects(folder, last, replaces):
             yield folder
         return
     is_new = not folder.exists()
@@ -125,6 +131,9 @@ def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
             building.rename(folder)
             return
         (folder / last).unlink(missing_ok=True)
+        for name in file_sizes(folder):
+            if replaces(name):
+                (folder / name).unlink(missing_ok=True)
         for file in sorted(building.iterdir(), key=lambda file: file.name == last):
             file.replace(folder / file.name)
     finally:
@@ -132,12 +141,18 @@ def writing_folder(folder: AnyPath, last: str) -> Iterator[AnyPath]:
 
 
 @contextlib.contextmanager
-def _adding_objects(folder: RemotePath, last: str) -> Iterator[None]:
-    """Removes the objects added by the block if it raises."""
+def _adding_objects(folder: RemotePath, last: str, replaces: Callable[[str], bool]) -> Iterator[None]:
+    """Removes the objects added by the block if it raises; a killed block leaves a mark beside them."""
+    mark = folder / f"{BUILDING}{last}"
+    mark.write_text("unfinished: the same command goes on\n")
     (folder / last).unlink(missing_ok=True)
-    before = {path for path, _ in folder.files()}
+    for name in file_sizes(folder):
+        if replaces(name):
+            (folder / name).unlink(missing_ok=True)
+    before = {path for path, _ in folder.files()} - {mark}
     try:
         yield
+        mark.unlink(missing_ok=True)
     except BaseException:
         with contextlib.suppress(Exception):  # the block's error takes precedence
             for path in {path for path, _ in folder.files()} - before:

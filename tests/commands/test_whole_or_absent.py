@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -81,6 +83,31 @@ def test_an_export_to_a_store_that_fails_leaves_nothing(
         assert there.files() == []
     assert main(["export", str(run), "--output", str(there)]) == 0
     assert {path.name for path, _ in there.files()} == set(FOUND)
+
+
+def test_an_export_to_a_store_that_was_killed_between_its_objects_goes_on(
+    run: Path, store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    there = as_path(store.bucket() + "/out")
+    killed = export_to_be_killed(str(run), str(there))
+    assert {path.name for path, _ in there.files()} == killed
+    (there / "model-00009-of-00009.safetensors").write_text("of another half")
+    assert main(["export", str(run), "--output", str(there)]) == 0
+    assert {path.name for path, _ in there.files()} == set(FOUND)
+    assert ended(["export", str(run), "--output", str(there)], capsys)[0] == 2, "a whole export is not replaced"
+    export_to_be_killed(str(run), str(there) + "2")
+    (as_path(f"{there}2") / "notes.txt").write_text("somebody's")
+    assert ended(["export", str(run), "--output", f"{there}2"], capsys)[0] == 2
+
+
+def export_to_be_killed(run: str, there: str) -> set[str]:
+    """Kills an export once its tensors are written; returns the names of its half."""
+    lines = (
+        "import os, sys\nfrom maxbatch.huggingface.export import model\n"
+        "model.copy_tokenizer = lambda *_: os._exit(9)\nmodel.export_model(sys.argv[1], sys.argv[2], None)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", lines, run, there]).returncode == 9
+    return {"model.safetensors", ".building-config.json"}
 
 
 def test_a_tensor_file_that_is_cut_off_never_appears_in_a_store(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 
 import jax
@@ -43,6 +44,9 @@ _TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.jinja",
     "chat_template.json", "tokenizer.model", "vocab.json", "merges.txt",
 )  # fmt: skip
+_WRITTEN = re.compile(
+    r"(model(-\d{5}-of-\d{5})?|adapter_model)\.safetensors|model\.safetensors\.index\.json|(generation_|adapter_)?config\.json"
+)
 _MOST_BYTES = 5_000_000_000  # of one file of tensors
 
 
@@ -75,7 +79,7 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     fields = config_json(config.decoder, written_as, imported_from or _token_ids(tokenizer_of(config.stream)))
     places = parameter_places(config.model, abstract)
     generation = _generation(config.load_parameters_path, fields)
-    with writing(output), writing_folder(target, last=CONFIG_FILE) as folder:
+    with writing(output), writing_folder(target, CONFIG_FILE, is_exported) as folder:
         num_files, num_bytes = _write_tensors(folder, places, _tensors(places, abstract, read, written_as), written_as)
         copy_tokenizer(config.data, folder)
         write_json(folder / GENERATION_FILE, generation)
@@ -85,11 +89,25 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
 
 
 def new_folder(output: str) -> AnyPath:
-    """Returns the path of a folder to write; raises ConfigError unless it is new or empty."""
+    """Returns the path of a folder to write.
+
+    Raises:
+      ConfigError: it is neither new nor empty, nor the half that an export left when it was killed.
+    """
     target = as_path(output)
-    if target.exists() and not (target.is_dir() and all(p.name.startswith(BUILDING) for p in target.iterdir())):
+    if not target.exists():
+        return target
+    names = [path.name for path in target.iterdir()] if target.is_dir() else [""]
+    others = [name for name in names if not name.startswith(BUILDING)]
+    is_half = len(others) < len(names) and all(map(is_exported, others))
+    if others and not is_half:
         raise ConfigError(f"--output {shown_path(target)}: must be a new folder or an empty one")
     return target
+
+
+def is_exported(name: str) -> bool:
+    """Returns whether a file of this name is one that an export writes."""
+    return bool(_WRITTEN.fullmatch(name)) or name in _TOKENIZER_FILES
 
 
 def _dtype_of_folder(model: str) -> str:

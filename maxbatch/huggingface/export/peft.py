@@ -15,7 +15,7 @@ import numpy as np
 from maxbatch.config.families import FAMILIES, Json
 from maxbatch.config.matrices import ParameterPath
 from maxbatch.huggingface.arrays.tensors import TensorPlace, parameter_places
-from maxbatch.huggingface.export.model import DTYPE_NAMES, copy_tokenizer, new_folder
+from maxbatch.huggingface.export.model import DTYPE_NAMES, copy_tokenizer, is_exported, new_folder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.huggingface.folder.safetensors import DTYPES, write_tensors
 from maxbatch.model.parameters import parameter_path
@@ -82,7 +82,7 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
     tensors = {name: tensor.astype(DTYPES[stored_as]) for name, tensor in _tensors(modules, arrays)}
     with writing(output):
         shapes = {name: tensor.shape for name, tensor in tensors.items()}
-        with writing_folder(target, last=CONFIG_FILE) as folder:
+        with writing_folder(target, CONFIG_FILE, is_exported) as folder:
             write_tensors(folder / TENSORS_FILE, stored_as, shapes, iter(tensors.values()))
             copy_tokenizer(config.data, folder)
             write_json(
