@@ -10,6 +10,7 @@ from maxbatch.commands.import_config.steps import take_tokenizer
 from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.sections import KEYS
+from maxbatch.config.words.convert import read_number
 
 _PIPELINES = {"olmo": "olmo_grain", "grain": "grain", "hf": "hf"}  # with the prefix of their words
 
@@ -116,6 +117,16 @@ def _hf(t: Translation, _: str) -> None:
             t.map(word, eval_dataset_path=held_out)
 
 
+def _store_split(t: Translation, word: str) -> None:
+    """Takes the shares of Megatron-LM's stores; the second part is held out."""
+    shares = [read_number(part) for part in t.text(word).split(",")]
+    total = sum(filter(None, shares))
+    if len(shares) == 2 and None not in shares and total:
+        t.map(word, "the second part", eval_fraction=f"{float((shares[1] or 0) / total):.12g}")
+    else:
+        t.refuse(word, "two shares, such as 99,1", is_essential=True)
+
+
 def _tokenizer(t: Translation, _: str) -> None:
     name, path = t.text("model_name") or "default", t.text("tokenizer_path")
     of_model = not path and name != "default"  # its tokenizer there is Hugging Face's
@@ -148,12 +159,14 @@ DATA_RULES: Mapping[str, Rule] = {
     "conversations": _conversations,
     "columns_of_pairs": _pairs,
     "of_pipelines": _of_pipelines,
+    "store_split": _store_split,
     "unused": lambda t, word: t.ignore(word, f"dataset_type={_kind(t)} does not use it"),
 }
 DATA_CONDITIONS: Mapping[str, Condition] = {
     "is_synthetic": lambda t, _: _kind(t) == "synthetic",
     "is_tfds": lambda t, _: _kind(t) == "tfds",
     "is_hf": lambda t, _: _kind(t) == "hf",
+    "is_stores": lambda t, _: _kind(t) == "grain" and t.text("grain_file_type") in ("mmap", "mmap_npy"),
     "is_grain": lambda t, _: _kind(t) == "grain",
     "has_eval": lambda t, _: _has_eval(t),
     "has_no_eval": lambda t, _: not _has_eval(t),

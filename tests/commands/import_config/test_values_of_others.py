@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from maxbatch import BatchPlan
 from tests.helpers.imports import imported
 
 AXOLOTL = """
@@ -70,8 +71,9 @@ def test_a_batch_that_no_number_of_gpus_gives_is_refused(
         "train_batch_size": batch, "train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": passes,
     }  # fmt: skip
     stated = {name: value for name, value in words.items() if value is not None}
-    _, fates = imported("deepspeed", tmp_path / "d.json", json.dumps(stated))
+    config, fates = imported("deepspeed", tmp_path / "d.json", json.dumps(stated))
     assert fates["train_batch_size"].is_essential is is_refused
+    assert is_refused or BatchPlan.from_config(config, 1).global_batch_size_to_train_on == batch
 
 
 def test_an_elastic_batch_of_deepspeed_is_refused(tmp_path: Path) -> None:
@@ -118,3 +120,25 @@ def test_a_command_of_nemo_has_nemos_defaults(tmp_path: Path, name: str) -> None
     assert (config.learning_rate_schedule, config.learning_rate_final_fraction) == ("cosine", 0.1)
     assert (config.warmup_steps_fraction, config.eval_fraction, config.dataset_path) == (0.5, 0.05, "/a,0.5;/b,0.5")
     assert fates["lr"].value == "2e-4 (default)" and fates["hidden_dropout"].fate == "needs you"
+
+
+@pytest.mark.parametrize(("value", "dtype"), [("bfloat16", "bfloat16"), ("torch.float32", "float32")])
+def test_the_dtype_of_hugging_faces_parameters_is_ours(tmp_path: Path, value: str, dtype: str) -> None:
+    words = {"per_device_train_batch_size": 4, "max_steps": 10, "torch_dtype": value}
+    config, fates = imported("hf", tmp_path / "h.json", json.dumps(words))
+    assert config.weight_dtype == dtype and fates["torch_dtype"].fate == "mapped"
+
+
+def test_swiglu_is_a_gated_mlp(tmp_path: Path) -> None:
+    config, fates = imported("megatron", tmp_path / "m.sh", f"{MEGATRON}--swiglu --params-dtype float32")
+    assert config.mlp_activations == "silu,linear" and fates["swiglu"].fate == "mapped"
+
+
+@pytest.mark.parametrize("kind", ["mmap", "mmap_npy"])
+def test_maxtexts_stores_of_megatron_are_read_in_place(tmp_path: Path, kind: str) -> None:
+    files = "grain_train_files: /data/a,0.7;/data/b,0.3\nmmap_npy_split: 98,2\nmmap_eod_id: 2\ntokenizer_path: t\n"
+    text = f"base_config: base.yml\nsteps: 10\ndataset_type: grain\ngrain_file_type: {kind}\n{files}"
+    config, fates = imported("maxtext", tmp_path / "m.yml", text)
+    assert (config.dataset_type, config.dataset_path) == ("megatron", "/data/a,0.7;/data/b,0.3")
+    assert (config.eval_fraction, config.add_bos, config.add_eos) == (0.02, False, False)
+    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
