@@ -10,6 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 from maxbatch.config.values import nearest_name
@@ -45,7 +46,7 @@ def source_hash(spec: str) -> str:
         path = os.path.abspath(os.path.expanduser(place))
         root, package = os.path.dirname(path), ""
     else:
-        found = importlib.util.find_spec(place)
+        found = _spec_as_for_workers(place)
         path, package = (found and found.origin) or "", place.partition(".")[0]
         root = os.path.abspath(path)
         for _ in range(place.count(".") + 1 + (os.path.basename(path) == "__init__.py")):
@@ -62,6 +63,16 @@ def source_hash(spec: str) -> str:
         total.update(hashlib.sha256(os.path.relpath(one, root).encode()).digest())
         total.update(hashlib.sha256(contents[one]).digest())
     return total.hexdigest()[:16]
+
+
+def _spec_as_for_workers(module: str) -> ModuleSpec | None:
+    """Finds a module as worker processes do, which look into the working folder first, as `python -m` does."""
+    folder = os.getcwd()
+    sys.path.insert(0, folder)
+    try:
+        return importlib.util.find_spec(module)
+    finally:
+        sys.path.remove(folder)
 
 
 def _imported(source: bytes, folder: str, root: str, package: str) -> Iterator[str]:

@@ -8,7 +8,7 @@ from maxbatch.config.combined import PromptConfig
 from maxbatch.config.sections import READY_TASKS, RLConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.reward_functions import scorer
-from maxbatch.rl.reward_terms import parse_rewards, reward_error
+from maxbatch.rl.reward_terms import parse_rewards, reward_error, sources_of
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
 
@@ -50,7 +50,7 @@ def _check_rewards(reward: str) -> None:
     for term in parse_rewards(reward):
         if term.spec.startswith("maxbatch."):
             try:
-                scorer([term.spec])
+                scorer(sources_of([term]))
             except ImportError as error:
                 raise reward_error(reward, error) from error
 

@@ -6,10 +6,10 @@ import contextlib
 import copy
 import inspect
 import resource
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from maxbatch.config.user_function import import_function
+from maxbatch.config.user_function import import_function, source_hash
 from maxbatch.system.errors import one_line
 
 _LONGEST_PROBLEM = 400
@@ -25,17 +25,32 @@ class ResponseToScore(NamedTuple):
     record: dict[str, object]
 
 
+class RewardChanged(ImportError):
+    """A function whose source is no longer that of the start; the message is one line."""
+
+
 class RewardError(Exception):
     """A function's failure on a response; the message is one line."""
 
 
-def scorer(specs: Sequence[str]) -> Callable[[ResponseToScore], tuple[float, ...]]:
-    """Returns a scorer by the functions in `specs`: "module:function", "path/FILE.py:function".
+def scorer(sources: Mapping[str, str]) -> Callable[[ResponseToScore], tuple[float, ...]]:
+    """Returns a scorer by the functions of `sources`.
+
+    Args:
+      sources: of each function ("module:function", "path/FILE.py:function") the hash of its source at the start, which
+        a worker that replaces another one must find again.
 
     Raises:
+      RewardChanged: a source has another hash.
       ImportError: a function cannot be imported; the message gives the reason in one line.
     """
-    functions = [_import_function(spec) for spec in specs]
+    functions = [_import_function(spec) for spec in sources]
+    for spec, source in sources.items():  # after the import, so that what was imported is what was hashed
+        if source_hash(spec) != source:
+            raise RewardChanged(
+                f"{spec.rpartition(':')[0]} has changed since this start, and all responses must be scored by one "
+                "source; put the former one back, or start again"
+            )
     return lambda question: tuple(_score(function, question) for function in functions)
 
 

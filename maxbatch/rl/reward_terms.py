@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from maxbatch.config.user_function import source_hash
@@ -40,11 +41,16 @@ def parse_rewards(text: str) -> list[RewardTerm]:
     ]
 
 
-def identity_of(text: str) -> dict[str, str]:
+def sources_of(terms: Sequence[RewardTerm]) -> dict[str, str]:
+    """Returns a hash of the source of each function, by its name in the key."""
+    return {term.spec: source_hash(term.spec) for term in terms}
+
+
+def identity_of(terms: Sequence[RewardTerm], sources: Mapping[str, str]) -> dict[str, str]:
     """Returns the identity of `reward`, independent of paths: names, weights and hashes of sources."""
     return {
-        f"reward {number}": f"{term.name} x {term.weight:g}, source {source_hash(term.spec)}"
-        for number, term in enumerate(parse_rewards(text), 1)
+        f"reward {number}": f"{term.name} x {term.weight:g}, source {sources[term.spec]}"
+        for number, term in enumerate(terms, 1)
     }
 
 

@@ -24,8 +24,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from maxbatch.config.sections import RLConfig
-from maxbatch.rl.reward_functions import ResponseToScore, scorer
-from maxbatch.rl.reward_terms import RewardTerm, parse_rewards, reward_error
+from maxbatch.rl.reward_functions import ResponseToScore, RewardChanged, scorer
+from maxbatch.rl.reward_terms import RewardTerm, identity_of, parse_rewards, reward_error, sources_of
+from maxbatch.system.errors import ConfigError
 from maxbatch.system.worker_pool import TimedOut, WorkerEnded, WorkerPool
 from maxbatch.training.compile.target import host_memory
 
@@ -77,6 +78,7 @@ class Pending:
 
         Raises:
           RuntimeError: the rewards were closed earlier.
+          ConfigError: a worker was replaced, and a function's source has changed since the start.
         """
         values_NxF = np.full((len(self.answers), len(self.terms)), math.nan)
         problems: dict[int, Exception] = {}
@@ -85,6 +87,8 @@ class Pending:
                 values_NxF[i] = answer.result()
             except CancelledError:
                 raise RuntimeError("no scores: the rewards were closed") from None
+            except RewardChanged as error:
+                raise ConfigError(f"reward: {error}") from error
             except Exception as error:
                 problems[i] = error
         with np.errstate(over="ignore", invalid="ignore"):
@@ -117,7 +121,11 @@ class Rewards:
         """
         self._terms = parse_rewards(config.reward)
         self._on_failure = float(config.reward_on_failure)
-        setup = functools.partial(scorer, [term.spec for term in self._terms])
+        try:
+            self._sources = sources_of(self._terms)
+        except (ImportError, ValueError, AttributeError) as error:
+            raise reward_error(config.reward, error) from error
+        setup = functools.partial(scorer, self._sources)
         workers = config.reward_worker_count
         share = host_memory() // (workers + 1)
         self._pool = WorkerPool(
@@ -130,6 +138,11 @@ class Rewards:
             if isinstance(error, ImportError | WorkerEnded):
                 raise reward_error(config.reward, error) from error
             raise
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """The functions' names, weights and hashes of sources, as all workers have them."""
+        return identity_of(self._terms, self._sources)
 
     def submit(self, questions: Sequence[ResponseToScore]) -> Pending:
         """Queues a batch and returns at once; batches are scored in order."""

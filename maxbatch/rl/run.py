@@ -32,7 +32,6 @@ from maxbatch.rl.evaluation import PolicyEvaluator, open_evaluator
 from maxbatch.rl.learner import Learner
 from maxbatch.rl.prompts import Prompts, PromptSource
 from maxbatch.rl.refusals import check_policy
-from maxbatch.rl.reward_terms import identity_of
 from maxbatch.rl.rewards import Rewards
 from maxbatch.rl.rollout import Roller
 from maxbatch.rl.timeline import Timeline
@@ -193,7 +192,7 @@ class PlannedPolicy:
     def build(self, start: Start) -> BuiltPolicy:
         opened, config = self.opened, self.opened.context.config
         held_out = opened.prompt_source.held_out if config.eval_interval > 0 else None
-        reads = identity_of(config.reward)
+        reads = opened.rewards.identity
         reads["end tokens of a response"] = str(opened.prompts.end_ids)
         if held_out:
             reads |= {f"{name} of the held-out prompts": str(value) for name, value in held_out.identity.items()}

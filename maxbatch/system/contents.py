@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -35,12 +36,19 @@ def stored_sum(file: AnyPath) -> str:
     return (status.md5 or f"{status.version} {file}") if isinstance(status, Status) else ""
 
 
-def md5_of(file: AnyPath) -> str:
-    """Returns the MD5 of a file in the form that stores use."""
-    digest = hashlib.md5(usedforsecurity=False)
+def md5_of(file: AnyPath, size: int | None = None, progress: Callable[[int], None] = lambda _: None) -> str:
+    """Returns the MD5 of a file in the form that stores use.
+
+    Args:
+      size: the bytes to read; all by default.
+      progress: called with the bytes of each piece that was read.
+    """
+    digest, left = hashlib.md5(usedforsecurity=False), math.inf if size is None else size
     with file.open("rb") as content:
-        while piece := content.read(BLOCK_BYTES):
+        while piece := content.read(int(min(left, BLOCK_BYTES))):
             digest.update(piece)
+            left -= len(piece)
+            progress(len(piece))
     return digest.hexdigest()
 
 

@@ -47,6 +47,7 @@ from maxbatch.system.errors import (
 from maxbatch.system.folding import counted, folded
 from maxbatch.system.terminal import TrainingConsole
 from maxbatch.system.versions import computing_versions
+from maxbatch.system.watched_files import check_watched, watching
 from maxbatch.training.agreement import share_folder, software_of
 from maxbatch.training.compile.background import Background, compile_here
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
@@ -133,6 +134,7 @@ class RunContext:
         facts = computing_versions(), command_text()
         log = SessionLog(self.folder, started, jax.process_count(), len(devices), is_first(), *facts)
         self.sessions = stack.enter_context(log)
+        stack.enter_context(watching())
         self.stop = stack.enter_context(StopRequest())
         self.stop.end_unless_saving(self._leave)
         self.background = stack.enter_context(Background())
@@ -468,6 +470,7 @@ class Session(Generic[B]):
             return running.evaluate(state, step)
 
     def _save(self, running: Running[B], state: TrainState, recorder: Recorder, is_extra: bool = False) -> None:
+        check_watched()
         if self.checkpoints and not self.checkpoints.has(recorder.position.step):
             with self._clock.during(TimePart.CHECKPOINTS):
                 self.folder.check()
@@ -476,6 +479,7 @@ class Session(Generic[B]):
 
     def _save_locally(self, state: TrainState, recorder: Recorder) -> None:
         assert self._local is not None
+        check_watched()
         with self._clock.during(TimePart.CHECKPOINTS):
             self.folder.check()
             recorder.sync()

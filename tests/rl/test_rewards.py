@@ -245,6 +245,18 @@ def test_a_function_that_vanished_fails_responses_and_ends_nothing(functions: Pa
     assert scores.failed.sum() == 3
 
 
+def test_a_function_that_changed_scores_nothing_in_a_worker_that_replaces_another(functions: Path) -> None:
+    """Two sources would score one batch. A worker that has the old one goes on."""
+    before = functions.read_text()
+    with rewards(f"{functions}:obeys", "reward_worker_count=1") as scorer:
+        functions.write_text(before.replace("len(response)", "-1.0"))
+        assert scorer.submit(questions(["four"])).result().rewards.tolist() == [4]
+        with pytest.raises(ConfigError, match=r"reward: .*functions\.py has changed since this start"):
+            scorer.submit(questions(["dies", "four", "four"])).result()
+        functions.write_text(before)
+        assert scorer.submit(questions(["four"])).result().rewards.tolist() == [4]
+
+
 def test_closing_ends_the_processes_and_whoever_waits(functions: Path) -> None:
     scorer = rewards("functions:obeys", "reward_worker_count=2")
     pids = pids_of(scorer._pool)

@@ -7,10 +7,11 @@ sequence after sequence; bytes after the last one are not read. Reference: `mega
 
 Of a store in a bucket the index, 20 bytes a document, is copied into the cache once; tokens are read by range. The
 index is checked as a whole when a store is first opened. The format has no checksums, so damage to a token goes
-unnoticed unless it makes an id that the vocabulary lacks.
+unnoticed before that, unless it makes an id that the vocabulary lacks.
 
-The content of a store is identified by the lengths of its sequences, its documents, and its tokens: all of them up to
-64 MiB, else 256 parts of 256 KiB from all over the file.
+The content of a store is identified by the lengths of its sequences, its documents, and the MD5 of PREFIX.bin, which
+an object store states itself, or else by the version of the object. The hash that names rows (it keys the shuffle) is
+older: of the tokens it covers all up to 64 MiB, else 256 parts of 256 KiB from all over the file.
 
 Legend: D documents, S sequences, n values asked for.
 """
@@ -23,9 +24,9 @@ import shutil
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
-from typing import overload
+from typing import TypeGuard, overload
 
 import numpy as np
 
@@ -37,10 +38,13 @@ from maxbatch.data.store.document_table import LocalTable
 from maxbatch.data.store.ranged_tokens import CheckedIds, RangedTokens, readers
 from maxbatch.data.store.store import IDS, StoreFacts
 from maxbatch.system.atomic_files import writing_atomically
+from maxbatch.system.contents import content_stamp, md5_of, stored_sum
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.locks import exclusive
 from maxbatch.system.source_files import SourceFile, place_of, source_file, typed_reason
 from maxbatch.system.storage import AnyPath, as_path, is_remote, read_range
 from maxbatch.system.warning import warn_once
+from maxbatch.system.watched_files import watch
 
 _MAGIC = b"MMIDIDX\0\0"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, code of the type, sequences, marks
@@ -49,7 +53,8 @@ _FLOATS = {6: "float64", 7: "float32"}
 _MOST_SEQUENCES = 1 << 48
 _CHUNK = 1 << 20  # sequences that are checked at once
 _WHOLE_BYTES, _PARTS, _PART_BYTES = 64 << 20, 256, 256 << 10  # of the tokens that identify the content
-_VERSION = 1  # of the identity
+_VERSION = 2  # of what the cache holds of a store
+_SHOWN_BYTES = 1 << 30  # whose hashing is shown
 
 
 @dataclass(frozen=True)
@@ -218,8 +223,8 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
     prefix = value.removesuffix(".bin").removesuffix(".idx")
     files = [_listed(where, as_path(f"{prefix}{suffix}")) for suffix in (".bin", ".idx")]
     cached = cache_file(config.data_cache_dir, "megatron", [_VERSION, *files])
-    content = recall(cached)
-    if content is None and not reads:
+    known = recall(cached)
+    if known is None and not reads:
         return None
     bin_file, index_file = (as_path(file.path) for file in files)
 
@@ -230,19 +235,31 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
     path = index_file if isinstance(index_file, Path) else _copied(config, files[1])
     table = IndexTable(path, layout)
     num_bytes = table.num_tokens * layout.itemsize
-    if not isinstance(content, str):
-        try:
-            parts = [table.check(files[0].size), *_digests(bin_file, num_bytes)]
-        except ValueError as error:
-            raise damaged(str(error)) from None
-        content = hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
-        with contextlib.suppress(OSError):  # the cache may only be read
-            keep(cached, content)
+    stamps = [content_stamp(file) for file in (bin_file, index_file)]
+    if not _is_hashes(known):
+        with _alone(cached):  # hosts and commands that share the cache hash a store once
+            known = recall(cached)
+            if not _is_hashes(known):
+                try:
+                    parts = [table.check(files[0].size), *_digests(bin_file, num_bytes)]
+                except ValueError as error:
+                    raise damaged(str(error)) from None
+                content = hashlib.blake2b(" ".join(parts).encode(), digest_size=16).hexdigest()
+                known = [content, _whole(bin_file, num_bytes), _whole(index_file, files[1].size)]
+                if stamps != [content_stamp(file) for file in (bin_file, index_file)]:
+                    raise ConfigError(f"{where}: {bin_file} or {index_file.name} changed while it was hashed")
+                with contextlib.suppress(OSError):  # the cache may only be read
+                    keep(cached, known)
+    content, whole, _ = known
+    sizes = (num_bytes, files[1].size)
+    for file, size, stamp, hashed in zip((bin_file, index_file), sizes, stamps, known[1:], strict=True):
+        watch(file, stamp, partial(_is_same, file, size, hashed))
     if files[0].size > num_bytes:
         warn_once(f"{where}: {bin_file} has {files[0].size} bytes, and the sequences of {index_file.name} end after "
                   f"{num_bytes}; the rest is not read")  # fmt: skip
     facts: StoreFacts = {
         "content": content,
+        "whole_content": whole,
         "documents": layout.num_documents,
         "tokens": table.num_tokens,
         "held_out": [],
@@ -250,6 +267,35 @@ def open_megatron(config: DataConfig, key: str, reads: bool = True) -> MegatronS
         "tokenizer": IDS,
     }
     return MegatronStore(bin_file, facts, table, layout.dtype)
+
+
+def _is_hashes(known: object) -> TypeGuard[list[str]]:
+    return isinstance(known, list) and len(known) == 3 and all(isinstance(text, str) for text in known)
+
+
+def _alone(cached: Path) -> contextlib.AbstractContextManager[None]:
+    """Returns a lock that only one process with this cache holds; none where the cache cannot be written."""
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return contextlib.nullcontext()
+    return exclusive(cached.with_suffix(".lock"))
+
+
+def _whole(file: AnyPath, size: int) -> str:
+    """Returns a store's MD5 or version of an object, or the MD5 of a file's first bytes; shows the reading of many."""
+    if stated := stored_sum(file):
+        return stated
+    if size < _SHOWN_BYTES:
+        return md5_of(file, size)
+    from maxbatch.system.bars import bytes_bar  # slow to import
+
+    with bytes_bar(size, f"hashing {file.name}") as progress:
+        return md5_of(file, size, progress)
+
+
+def _is_same(file: AnyPath, size: int, hashed: str) -> bool:
+    return _whole(file, size) == hashed
 
 
 def _listed(where: str, path: AnyPath) -> SourceFile:

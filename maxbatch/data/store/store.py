@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from maxbatch.system.storage import AnyPath
 
 IDS = "ids"  # the identity of the tokenizer of data that hold token ids
+WHOLE_CONTENT = "all tokens"  # in the identity of a stream: the hash of a store of another program as a whole
 
 
 class Manifest(TypedDict, total=False):
@@ -20,6 +21,7 @@ class Manifest(TypedDict, total=False):
 
     version: Required[int]
     content: Required[str]
+    whole_content: str  # never here: `content` covers all tokens
     documents: Required[int]
     tokens: Required[int]
     text_bytes: Required[int]
@@ -40,15 +42,16 @@ class Manifest(TypedDict, total=False):
     checksum: str
 
 
-class StoreFacts(TypedDict):
+class StoreFacts(TypedDict, total=False):
     """The facts about a store that fix its streams."""
 
-    content: str  # hash of the tokens of the documents in order
-    documents: int
-    tokens: int
-    held_out: list[int]  # numbers of the documents that the dataset itself holds out
-    skipped_records: int
-    tokenizer: str  # its identity
+    content: Required[str]  # hash of the tokens of the documents in order; of another program's store, of a sample
+    whole_content: str  # where `content` is of a sample: a hash of all tokens, or a bucket's version of them
+    documents: Required[int]
+    tokens: Required[int]
+    held_out: Required[list[int]]  # numbers of the documents that the dataset itself holds out
+    skipped_records: Required[int]
+    tokenizer: Required[str]  # its identity
 
 
 class Store(Protocol):

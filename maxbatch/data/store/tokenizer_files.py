@@ -19,6 +19,7 @@ from maxbatch.huggingface.folder.hub import folder_of, hub_problem
 from maxbatch.system.bounded import read_bytes
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath
+from maxbatch.system.watched_files import CHANGED
 
 if TYPE_CHECKING:
     from sentencepiece import SentencePieceProcessor
@@ -43,7 +44,12 @@ L = TypeVar("L", bound=_Library)
 
 
 class _FileTokenizer(Tokenizer, Generic[L]):
-    """A tokenizer whose file is found and hashed at once, and loaded at the first use in each process."""
+    """A tokenizer whose file is found, read and hashed at once, and loaded at the first use in each process.
+
+    Other processes read the file themselves, and refuse one that has changed since it was hashed.
+    """
+
+    _KEPT: tuple[str, ...] = ("file", "identity", "_template_hash")  # in other processes
 
     kind: str
     file_name: str  # in a folder, as a glob
@@ -52,15 +58,22 @@ class _FileTokenizer(Tokenizer, Generic[L]):
 
     def __init__(self, path: str):
         self.file = self._find(path)
+        self.identity = ""
         with reading(self.file, blame=self.error):
-            content = self._content() + self._settings()
-        self.identity = f"{self.kind}:{hashlib.blake2b(content, digest_size=16).hexdigest()}"
+            self.identity = self._identity_of(self._content)
 
     def error(self, problem: str) -> ConfigError:
         return ConfigError(f"tokenizer_path={shown(repr(str(self.file)))}: {problem}")
 
+    @cached_property
     def _content(self) -> bytes:
-        return read_bytes(self.file, shown_path(self.file), _MOST_BYTES)
+        content = read_bytes(self.file, shown_path(self.file), _MOST_BYTES)
+        if self.identity and self._identity_of(content) != self.identity:
+            raise self.error(CHANGED)
+        return content
+
+    def _identity_of(self, content: bytes) -> str:
+        return f"{self.kind}:{hashlib.blake2b(content + self._settings(), digest_size=16).hexdigest()}"
 
     @cached_property
     def bos_id(self) -> int | None:
@@ -86,8 +99,10 @@ class _FileTokenizer(Tokenizer, Generic[L]):
 
     @cached_property
     def _library(self) -> L:
+        with reading(self.file, blame=self.error):
+            content = self._content
         try:
-            return self._load(self._content())
+            return self._load(content)
         except ImportError as error:
             raise ConfigError(
                 f"tokenizer_type={self.kind}: needs {self.package}, which is not installed; "
@@ -130,7 +145,7 @@ class _FileTokenizer(Tokenizer, Generic[L]):
         return file
 
     def __getstate__(self) -> dict[str, object]:
-        return {"file": self.file, "identity": self.identity}
+        return {name: self.__dict__[name] for name in self._KEPT if name in self.__dict__}
 
 
 class HuggingFaceTokenizer(_FileTokenizer["Library"]):
@@ -187,16 +202,20 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
     @cached_property
     def _template(self) -> ChatTemplate:
         special = [token.content for token in self._library.get_added_tokens_decoder().values()]
-        return read_template(self.file.parent, special, self.error)
+        template = read_template(self.file.parent, special, self.error)
+        hashed = hashlib.blake2b(template.identity.encode(), digest_size=16).hexdigest()
+        if self.__dict__.setdefault("_template_hash", hashed) != hashed:  # of the process that sent it here
+            raise self.error(f"its chat template {CHANGED}")
+        return template
 
     @cached_property
     def _markup_library(self) -> Library:
-        library = self._load(self._content())
+        library = self._load(self._content)
         library.encode_special_tokens = False
         return library
 
     def _special(self, name: str) -> int | None:
-        stated = self._stated_tokens()
+        stated = self._stated_tokens
         if f"{name}_token" not in stated:
             ids = map(self._library.token_to_id, _NAMES[name])
             return next((token for token in ids if token is not None), None)
@@ -204,8 +223,9 @@ class HuggingFaceTokenizer(_FileTokenizer["Library"]):
         return None if token is None else self._library.token_to_id(token)
 
     def _settings(self) -> bytes:
-        return json.dumps(sorted(self._stated_tokens().items())).encode()
+        return json.dumps(sorted(self._stated_tokens.items())).encode()
 
+    @cached_property
     def _stated_tokens(self) -> dict[str, str | None]:
         """Returns the special tokens that the `tokenizer_config.json` beside the file states."""
         settings = read_settings(self.file.with_name("tokenizer_config.json"), self.error)

@@ -21,7 +21,7 @@ from maxbatch.config.values import exact
 from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.megatron import MegatronStore
-from maxbatch.data.store.store import Store
+from maxbatch.data.store.store import WHOLE_CONTENT, Store
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
@@ -75,6 +75,8 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
         **_row_identity(config, store),
         "held_out": rule,
     }
+    if "whole_content" in store.manifest:
+        identity[WHOLE_CONTENT] = store.manifest["whole_content"]
     key = _packing_key(config, store, rule, held_out)
     rows, num_overlong = recipe.rows(config, Split(store, documents, key, tokenizer))
     if recipe.has_answers:

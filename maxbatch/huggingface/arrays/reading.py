@@ -32,7 +32,8 @@ from maxbatch.parallel.trees import State
 from maxbatch.system.contents import Block, blocks_of, content_stamp, digests, md5_of, stored_sum
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.host_arrays import copy_by_lines, empty_aligned
-from maxbatch.system.storage import AnyPath, read_range
+from maxbatch.system.storage import AnyPath, as_path, read_range
+from maxbatch.system.watched_files import Stamp, changed
 
 _MOST_NAMES = 3  # of tensors in a message
 _PREDICTING = re.compile(r"(model\.layers\.(\d{1,6})\.)eh_proj\.weight$")  # of a layer that predicts further tokens
@@ -45,6 +46,8 @@ class HuggingFaceFolder:
 
     def __init__(self, path: str | Path) -> None:
         self._path = path
+        self._identity = ""  # as it was hashed
+        self._stamps: dict[str, Stamp] = {}  # of its files when they were hashed, or else opened
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config that its `config.json` states, with "key=value" texts over it."""
@@ -65,31 +68,61 @@ class HuggingFaceFolder:
 
         If all hosts have the files in a store, it uses the store's checksums and reads no object.
         """
+        self._stamps = self._stamped()
         sums = [stored_sum(file) for file in self._files]
-        return self._of_sums(sums) if all(gather(all(sums))) else self._of_blocks()
+        return self._hashed(self._of_sums(sums) if all(gather(all(sums))) else self._of_blocks())
 
     def identity_like(self, other: str) -> str:
         """Returns the identity in the form of another one, for a copy on a disk or in another store."""
-        if other.startswith(_OF_SUMS):
-            return self._of_sums([stored_sum(file) or md5_of(file) for file in self._files])
-        return self._of_blocks()
+        self._stamps = self._stamped()
+        return self._hashed(self._of_own_sums() if other.startswith(_OF_SUMS) else self._of_blocks())
+
+    def _hashed(self, identity: str) -> str:
+        self._identity = identity
+        return identity
+
+    def _stamped(self) -> dict[str, Stamp]:
+        return {str(file): content_stamp(file) for file in self._files}
+
+    def _check_unchanged(self) -> None:
+        """Raises ConfigError if a file has other content than when it was hashed, or else opened.
+
+        Every host checks by itself, and hashes all files again if the stamp of one differs.
+        """
+        now = self._stamped()
+        if now == self._stamps:
+            return
+        if self._identity.startswith(_OF_SUMS):
+            is_same = self._of_own_sums() == self._identity
+        else:
+            is_same = bool(self._identity) and self._of_blocks(alone=True) == self._identity
+        if not is_same:
+            names = [name for name in {**self._stamps, **now} if now.get(name) != self._stamps.get(name)]
+            raise changed(as_path(names[0]))
+        self._stamps = now
+
+    def _of_own_sums(self) -> str:
+        return self._of_sums([stored_sum(file) or md5_of(file) for file in self._files])
 
     def _of_sums(self, sums: Sequence[str]) -> str:
         names = [file.name for file in self._files]
         stated = json.dumps([end_tokens(self._path), list(zip(names, sums, strict=True))])
         return f"{_OF_SUMS}{hashlib.blake2b(stated.encode(), digest_size=16).hexdigest()}"
 
-    def _of_blocks(self) -> str:
+    def _of_blocks(self, alone: bool = False) -> str:
         """Returns the identity by the content itself.
 
         Hosts that see the same files hash a share of the blocks each. A host with files of its own hashes them all.
+
+        Args:
+          alone: whether this host hashes all of them, because the others need not call it.
         """
         files, parts = self._files, list[Block]()
         stated = json.dumps(end_tokens(self._path)).encode()
         seen = [content_stamp(file) for file in files]
         for file, (size, _) in zip(files, seen, strict=True):
             parts += blocks_of(file, size)
-        is_shared = len({json.dumps(one) for one in gather(seen)}) == 1
+        is_shared = not alone and len({json.dumps(one) for one in gather(seen)}) == 1
         host, num_hosts = (jax.process_index(), jax.process_count()) if is_shared else (0, 1)
         mine = parts[len(parts) * host // num_hosts : len(parts) * (host + 1) // num_hosts]
         total = sum(_number(f"{one.file.name} {one.begin} {one.end}".encode(), hashed)
@@ -129,8 +162,10 @@ class HuggingFaceFolder:
         come first, while most memory is free.
 
         Raises:
-          ConfigError: tensors are missing, unexpected, or differ from the config in shape or type.
+          ConfigError: tensors are missing, unexpected, or differ from the config in shape or type. The function raises
+            it for a file that is no longer the one that was hashed.
         """
+        self._stamps = self._stamps or self._stamped()
         stored = stored_tensors(self._folder)
         family = FAMILIES[config.decoder_block]
         if not any(name.startswith(family.prefix) for name in stored):
@@ -147,6 +182,7 @@ class HuggingFaceFolder:
                 keys, abstract = leaves[number]
                 path = parameter_path(keys)
                 found[number] = _read(stored, places[path], abstract) if path in places else zeros_of(abstract)
+            self._check_unchanged()
             whole: State = jax.tree.unflatten(jax.tree.structure(part), [found[i] for i in range(len(leaves))])
             return whole
 

@@ -12,7 +12,7 @@ import contextlib
 import hashlib
 import json
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,6 +24,7 @@ from maxbatch.config.combined import UpdateConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.sections import KEYS, names_fixing
 from maxbatch.config.values import shown
+from maxbatch.data.store.store import WHOLE_CONTENT
 from maxbatch.huggingface.folder.config_json import END_TOKENS
 from maxbatch.parallel.hosts import broadcast
 from maxbatch.runs.best_checkpoint import BEST, BestCheckpoint, read_best
@@ -115,6 +116,7 @@ class Checkpoints:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
+        self._has_said_unhashed = False
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
         self.origin: RunOrigin | None = None
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
@@ -189,6 +191,8 @@ class Checkpoints:
             )
             if part == "data" and END_TOKENS in mine:
                 theirs[END_TOKENS] = mine[END_TOKENS]  # missing in old checkpoints
+            if part == "data":
+                theirs |= self._unhashed(mine, record)
             theirs |= record.identity[part]  # keys newer than the checkpoint had their defaults
             theirs.pop(OLD_BASE, None)  # compared on reading the base
             changes = [
@@ -201,6 +205,20 @@ class Checkpoints:
                     f"run_dir={self._run_dir}: {which} belongs to another run ({', '.join(changes)}); "
                     "give another run_dir, or start from its parameters with load_parameters_path"
                 )
+
+    def _unhashed(self, mine: Mapping[str, object], record: CheckpointRecord) -> dict[str, object]:
+        """Returns the hashes of whole stores that an old checkpoint lacks, as they are now, with a warning.
+
+        They go into the next checkpoint.
+        """
+        lacking = {key: mine[key] for key in mine if key.endswith(WHOLE_CONTENT) and key not in record.identity["data"]}
+        if lacking and not self._has_said_unhashed:
+            self._has_said_unhashed = True
+            self._warn(
+                f"{self._run_dir}: is of a version that hashed a large store of Megatron's in part; that part is the "
+                "same, and from the next checkpoint on all tokens must be those of now"
+            )
+        return lacking
 
     def restore(self, abstract: TrainState, make: MakeExecutable = compile_here, after: int = -1) -> Restored | None:
         """Restores the newest whole checkpoint onto the shardings of `abstract`; returns None if there is none.

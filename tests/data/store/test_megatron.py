@@ -17,6 +17,7 @@ from maxbatch.data.store import megatron
 from maxbatch.data.store.megatron import MegatronStore, open_megatron
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.storage import as_path
+from maxbatch.system.watched_files import check_watched, watching
 from tests.helpers.corpus import same
 from tests.helpers.megatron_stores import CODES, Documents, joined, some_documents, write_megatron
 from tests.helpers.stores import Store
@@ -118,20 +119,46 @@ def test_the_identity_is_that_of_the_content_wherever_it_is(tmp_path: Path) -> N
     changed = [*DOCUMENTS[:-1], [*DOCUMENTS[-1], [5]]]
     for documents in (changed, [[sequence] for document in DOCUMENTS for sequence in document]):
         other = stream_of(write_megatron(tmp_path / "other", documents)).identity
-        assert {key for key in identity if other[key] != identity[key]} == {"content"}
+        assert {key for key in identity if other[key] != identity[key]} - {"all tokens"} == {"content"}
 
 
-def test_a_large_store_is_identified_by_parts_from_all_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_token_of_a_large_store_is_in_its_identity_which_is_hashed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sample keys the shuffle, as it always has."""
     for name, value in (("_WHOLE_BYTES", 100), ("_PARTS", 4), ("_PART_BYTES", 20)):
         monkeypatch.setattr(megatron, name, value)
+    hashed: list[str] = []
+    md5_of = megatron.md5_of
+    monkeypatch.setattr(megatron, "md5_of", lambda file, size: hashed.append(file.name) or md5_of(file, size))
     prefix = write_megatron(tmp_path / "web", DOCUMENTS)
     identity, file = stream_of(prefix).identity, Path(f"{prefix}.bin")
-    for place in (0, -2):
+    assert stream_of(prefix).identity == identity and hashed == ["web.bin", "web.idx"]
+    size = file.stat().st_size
+    for place, sampled in ((0, True), (-2, True), (size // 3 - 40, False)):
         data = bytearray(file.read_bytes())
         data[place] ^= 1
         (tmp_path / "b.bin").write_bytes(data)
         (tmp_path / "b.idx").write_bytes(Path(f"{prefix}.idx").read_bytes())
-        assert stream_of(tmp_path / "b").identity["content"] != identity["content"]
+        other = stream_of(tmp_path / "b").identity
+        differing = {key for key in identity if other[key] != identity[key]}
+        assert differing == ({"content", "all tokens"} if sampled else {"all tokens"})
+
+
+def test_a_store_that_is_rewritten_while_a_run_reads_it_is_named(tmp_path: Path) -> None:
+    prefix = write_megatron(tmp_path / "web", DOCUMENTS)
+    file = Path(f"{prefix}.bin")
+    with watching():
+        stream_of(prefix)
+        file.touch()
+        check_watched()  # the same content
+        data = bytearray(file.read_bytes())
+        data[100] ^= 1
+        with file.open("r+b") as same_file:
+            same_file.write(data)
+        with pytest.raises(ConfigError, match=r"web\.bin: has changed since this start hashed it"):
+            check_watched()
+    check_watched()  # no run reads it any more
 
 
 def test_a_store_crosses_to_worker_processes_without_its_tokens(tmp_path: Path) -> None:

@@ -197,6 +197,11 @@ def test_a_tokenizer_travels_to_another_process_as_its_path(tmp_path: Path, kind
     packed = pickle.dumps(tokenizer)
     assert len(packed) < 1000
     assert pickle.loads(packed).encode("fox").tolist() == ids.tolist()
+    tokenizer.file.write_bytes(tokenizer.file.read_bytes() + b"\n")
+    with pytest.raises(ConfigError, match="has changed since this start hashed it"):
+        pickle.loads(packed).encode("fox")
+    assert pickle.loads(pickle.dumps(tokenizer)).identity == tokenizer.identity
+    assert tokenizer.encode("fox").tolist() == ids.tolist(), "this process has the content that was hashed"
 
 
 @pytest.mark.parametrize("kind", ["huggingface", "sentencepiece"])

@@ -358,3 +358,16 @@ def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_pa
             assert mine[key] == their[key], (mine["step"], key)
         for key in ("loss", "learning_rate", "grad_norm"):
             assert mine[key] == pytest.approx(their[key], rel=1e-5), (mine["step"], key)
+
+
+def test_a_checkpoint_from_before_whole_stores_were_hashed_resumes_and_one_line_says_so(saved: Saved) -> None:
+    hashed = {**DATA, "all tokens": "1", "source 1: all tokens": "2"}
+    with saved.open(hashed) as checkpoints:
+        assert newest_of(checkpoints)[0].step == 3
+        checkpoints.save(saved.state, Position(4, 40))
+    assert len(saved.warnings) == 1 and "hashed a large store of Megatron's in part" in saved.warnings[0]
+    with (
+        saved.open(hashed | {"all tokens": "3"}) as checkpoints,
+        pytest.raises(ConfigError, match="all tokens: '1' there"),
+    ):
+        checkpoints.newest()
