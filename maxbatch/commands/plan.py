@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from maxbatch.system.chips import Peak
 
 _MOST_PARTS = 1_000_000
+_MOST_EPOCHS = 100  # of the default data, before a plan asks whether it is meant
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         meant = three_batches(plan.rl.batch_size, args.hosts if has_hosts else None)
         prompts = f"batch_size={plan.rl.batch_size} counts prompts of reinforcement learning"
         note(f"{prompts}; the batch of pre-training is {meant}")
-    for warning in plan.warnings:
+    warnings = [*plan.warnings, *_epochs_of_default_data(config, plan, args.samples_per_epoch)]
+    for warning in warnings:
         warn(warning)
     model, peak = _model(config) if "model" not in own else {}, _known_peak(config, args.topology)
     of_update = _trained_tokens(config, plan) if recipe.has_answers else None
@@ -106,6 +108,7 @@ def run(args: argparse.Namespace) -> int:
         unknown = dict.fromkeys(("num_parameters", "num_active_parameters", "flops_per_token"))
         printed = plan.to_dict() | unknown | model | {"mfu_peak": peak and peak._asdict()} | whole_layout
         printed |= time._asdict() if time else {}
+        printed["warnings"] = warnings
         if own:
             printed["own_parts"] = own
         if recipe.has_answers:
@@ -289,6 +292,16 @@ def _samples_per_epoch(config: Config, stated: int | None) -> int | None:
 
     cached = samples_per_epoch_if_cached(known)  # also refuses a mixture that training would refuse
     return stated or cached
+
+
+def _epochs_of_default_data(config: Config, plan: BatchPlan, stated: int | None) -> list[str]:
+    """Returns a warning about many epochs of the default data: the run's own data was not stated."""
+    is_default = config.dataset_type == "python_stdlib" and not config.dataset_path and stated is None
+    if not is_default or plan.epochs is None or plan.samples_per_epoch is None or plan.epochs <= _MOST_EPOCHS:
+        return []
+    size = f"{plan.samples_per_epoch:,} samples"
+    return [f"the run takes {plan.epochs:,.0f} epochs of dataset_type=python_stdlib, the default data of {size}; state "
+            "dataset_type and dataset_path, or --samples-per-epoch N for data that is not here"]  # fmt: skip
 
 
 def _trained_tokens(config: Config, plan: BatchPlan) -> dict[str, float] | None:

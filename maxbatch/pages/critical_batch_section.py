@@ -38,4 +38,5 @@ def _curve(checkpoint: Mapping[str, Any], tolerance: float) -> BatchCurve:
         losses=list(losses.values()),
         tolerated_loss=None if start is None else start + tolerance,
         critical_batch_size=checkpoint["critical_batch_size"],
+        errors=[branch.get("standard_error") for branch in checkpoint["branches"]],
     )

@@ -80,7 +80,7 @@
   }
 
   // Draws a series and returns the parts of it that the legend shows.
-  function add(plot, { style, colour, x, y }) {
+  function add(plot, { style, colour, x, y, errors = [] }) {
     const source = new Bokeh.ColumnDataSource({ data: { x, y: y.map((value) => value ?? NaN) } });
     const where = { source, x: { field: "x" }, y: { field: "y" } };
     const parts = [];
@@ -93,6 +93,16 @@
       const look = { fill_color: colour, line_color: colour, ...marker };
       if (look.line_color.startsWith("--")) look.line_color = css(look.line_color);
       parts.push(plot.scatter({ ...where, ...look }));
+    }
+    const bars = errors.flatMap((error, i) => (error && y[i] !== null ? [[x[i], y[i] - error, y[i] + error]] : []));
+    if (bars.length) {
+      const [at, low, high] = [0, 1, 2].map((part) => bars.map((bar) => bar[part]));
+      const ends = new Bokeh.ColumnDataSource({ data: { at, low, high } });
+      const field = (name) => ({ field: name });
+      parts.push(plot.segment({ source: ends, x0: field("at"), y0: field("low"), x1: field("at"), y1: field("high"), line_color: colour, line_width: 1.5 }));
+      for (const end of ["low", "high"]) {
+        parts.push(plot.scatter({ source: ends, x: field("at"), y: field(end), marker: "dash", size: 9, line_color: colour, line_width: 1.5 }));
+      }
     }
     return parts;
   }
@@ -183,10 +193,13 @@
     return plot;
   }
 
-  function addLegend(plot, entries) {
+  // As many names in a line as the figure is wide: a wider legend would widen the page.
+  function addLegend(plot, entries, width) {
     if (entries.length < 2) return;
+    const longest = Math.max(...entries.map(([label]) => label.length));
+    const ncols = Math.max(1, Math.min(entries.length, Math.floor(width / (7 * longest + 44))));
     plot.add_layout(new Bokeh.Legend({
-      items: entries.map(([label, renderers]) => new Bokeh.LegendItem({ label, renderers })), orientation: "horizontal",
+      items: entries.map(([label, renderers]) => new Bokeh.LegendItem({ label, renderers })), orientation: "horizontal", ncols,
       location: "top_left", click_policy: "hide", padding: 0, margin: 0, spacing: 14, border_line_color: null,
       background_fill_color: null, ...textStyle("label"), glyph_height: 14,
     }), "above");
@@ -200,12 +213,12 @@
     const plot = isPanel(figure)
       ? emptyPlot({ x: { title: figure.units[axis] }, y: { title: figure.unit, kind: figure.isLog ? "log" : "linear" }, isPanel: true, areLarge: figure.areLarge })
       : emptyPlot(figure);
+    const box = document.getElementById(`plot${number}`);
     const drawn = series.map((one) => [one, add(plot, one)]);
     if (figure.heatMap) addHeatMap(plot, figure);
     else addHover(plot, series.filter(({ texts }) => !texts || texts.length));
     // The names of several runs are beside the axis buttons.
-    if (!isPanel(figure) || runs.length === 1) addLegend(plot, drawn.filter(([{ name }]) => name).map(([{ name }, parts]) => [name, parts]));
-    const box = document.getElementById(`plot${number}`);
+    if (!isPanel(figure) || runs.length === 1) addLegend(plot, drawn.filter(([{ name }]) => name).map(([{ name }, parts]) => [name, parts]), box.clientWidth);
     box.view?.remove();
     box.replaceChildren();
     // An axis of one value goes from half of it to one and a half.

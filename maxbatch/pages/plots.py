@@ -34,6 +34,7 @@ class Series(NamedTuple):
     x: Sequence[float | str]  # N values, or categories
     y: Sequence[float | None]  # N values; None where there is none
     texts: Sequence[str]  # N texts that hovering shows, of one or more lines; empty: it shows none
+    errors: Sequence[float | None] = ()  # N half lengths of vertical bars; None, or empty: no bar
 
 
 class HeatMap(NamedTuple):
@@ -81,13 +82,15 @@ def metric_against_key(
 ) -> Figure:
     """Draws a metric against one of the varied keys, from overrides, metric and label of each trial.
 
-    With two keys, if the other one has few values, a line joins trials that share its value. The x axis is
-    logarithmic if its values are numbers and `is_log`.
+    With two keys, if the other one has few values that several trials share, each value has its colour; a line joins
+    its trials if the two keys make a grid, so that the lines compare the same values. Sampled values make none. The x
+    axis is logarithmic if its values are numbers and `is_log`.
     """
     others = [name for name in trials[0][0] if name != key]
     groups = {overrides[others[0]] for overrides, _, _ in trials} if len(others) == 1 else set()
-    if not 1 < len(groups) <= _MOST_GROUPS:
+    if not 1 < len(groups) <= min(_MOST_GROUPS, len(trials) // 2):
         groups = {""}
+    style = "joined" if len(groups) > 1 and is_grid((key, others[0]), trials) else "dots"
     numbers = [_number(overrides[key]) for overrides, _, _ in trials]
     # For a single value, a numeric axis would show a range that was not swept.
     is_number = None not in numbers and len(set(numbers)) > 1
@@ -96,7 +99,7 @@ def metric_against_key(
         inside = [trial for trial in trials if not group or trial[0][others[0]] == group]
         inside.sort(key=lambda trial: _sort_key(trial[0][key]))
         series.append(Series(
-            name=f"{others[0]}={group}" if group else "", style="joined" if group else "dots", colour=colour(index),
+            name=f"{others[0]}={group}" if group else "", style=style, colour=colour(index),
             x=[number if is_number and (number := _number(overrides[key])) is not None else overrides[key]
                for overrides, _, _ in inside],
             y=[value for _, value, _ in inside],
@@ -110,6 +113,13 @@ def metric_against_key(
     are_ticks = is_log and len(values) <= 8 and all(len(f"{value:g}") <= 6 for value in values)
     x_axis = Axis(key, "log" if is_log else "linear", tuple(values) if are_ticks else ())
     return Figure(f"{metric} against {key}", x_axis, Axis(metric), tuple(series))
+
+
+def is_grid(keys: tuple[str, str], trials: Sequence[tuple[Mapping[str, str], float, str]]) -> bool:
+    """Returns whether more than half of the pairs of two keys' values have a trial, as in a grid."""
+    cells = {(overrides[keys[0]], overrides[keys[1]]) for overrides, _, _ in trials}
+    columns, rows = ({cell[axis] for cell in cells} for axis in (0, 1))
+    return 2 * len(cells) > len(columns) * len(rows)
 
 
 def heat_map(keys: tuple[str, str], metric: str, trials: Sequence[tuple[Mapping[str, str], float, str]]) -> Figure:
@@ -152,6 +162,7 @@ class BatchCurve(NamedTuple):
     losses: Sequence[float | None]  # smoothed, at the end of each branch; None where it diverged
     tolerated_loss: float | None  # the largest loss within the tolerance of the base; None: every branch diverged
     critical_batch_size: int | None  # the largest batch within the tolerance; None where there is none
+    errors: Sequence[float | None] = ()  # standard errors of the differences from the base; empty: unknown
 
 
 def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
@@ -159,8 +170,12 @@ def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
     series = []
     for index, curve in enumerate(curves):
         sizes, losses = list(curve.batch_sizes), list(curve.losses)
-        texts = [f"{curve.label}\nbatch {size:,}\nloss {loss}" for size, loss in zip(sizes, losses, strict=True)]
-        series.append(Series(curve.label, "joined", colour(index), sizes, losses, texts))
+        errors = list(curve.errors or [None] * len(sizes))
+        texts = [
+            f"{curve.label}\nbatch {size:,}\nloss {loss}" + ("" if error is None else f" ± {error:.4f}")
+            for size, loss, error in zip(sizes, losses, errors, strict=True)
+        ]
+        series.append(Series(curve.label, "joined", colour(index), sizes, losses, texts, errors))
         ends, tolerated = [min(sizes), max(sizes)], curve.tolerated_loss
         series.append(
             Series("", "dotted", colour(index), ends, [tolerated] * 2, [f"{curve.label}\ntolerated {tolerated}"] * 2)
@@ -170,6 +185,8 @@ def loss_against_batch(curves: Sequence[BatchCurve]) -> Figure:
             series.append(Series("", "rings", colour(index), [critical], [losses[sizes.index(critical)]], []))
     ticks = tuple(sorted({size for curve in curves for size in curve.batch_sizes}))
     note = "Dotted: the largest loss within the tolerance. Ringed: the largest batch below it."
+    if any(error is not None for curve in curves for error in curve.errors):
+        note += " Bars: one standard error of the difference from the base."
     x_axis = Axis("samples per update", "log", ticks)
     return Figure("Loss against batch size", x_axis, Axis("smoothed loss"), tuple(series), note=note)
 

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from maxbatch.config.values import value_text
 from maxbatch.pages.page import Page, heading, paragraph, table
-from maxbatch.pages.plots import Figure, heat_map, metric_against_key
+from maxbatch.pages.plots import Figure, heat_map, is_grid, metric_against_key
 from maxbatch.system.folding import counted
 
 
@@ -20,12 +21,13 @@ def add_sweep(page: Page, sweep: Mapping[str, Any]) -> None:
         f"{counted(len(trials), 'trial')} ({statuses}); sampler {sweep['sampler']}; metric: "
         f"{sweep['metric_meaning']}, lower is better. Only trials that are done are drawn."
     ))  # fmt: skip
+    page.add(*(paragraph(f"{sentence[0].upper()}{sentence[1:]}.") for sentence in sweep["at_the_edge"]))
     if figures := _figures(trials, metric, keys, sweep["log_keys"]):
         page.figures(figures)
     is_ranked = [trial["status"] == "done" and trial["value"] is not None for trial in trials]  # the best first
     compared = any(t["value_at_equal_tokens"] is not None for t in trials)
     rows = [
-        [rank if ranked else None, t["number"], *(t["overrides"].get(key) for key in keys), t["value"],
+        [rank if ranked else None, t["number"], *(_text(t["overrides"].get(key)) for key in keys), t["value"],
          *([t["value_at_equal_tokens"]] if compared else []), t["steps"], t["tokens"],
          t["status"] + (f": {t['reason']}" if t["reason"] else "")]
         for rank, (t, ranked) in enumerate(zip(trials, is_ranked, strict=True), start=1)
@@ -41,9 +43,20 @@ def _figures(
     done = []
     for trial in trials:
         if trial["status"] == "done" and trial["value"] is not None and set(trial["overrides"]) == set(keys):
-            lines = [f"trial {trial['number']}", *(f"{key}={text}" for key, text in trial["overrides"].items())]
-            done.append((trial["overrides"], trial["value"], "\n".join(lines)))
+            overrides = {key: _text(value) for key, value in trial["overrides"].items()}
+            lines = [f"trial {trial['number']}", *(f"{key}={text}" for key, text in overrides.items())]
+            done.append((overrides, trial["value"], "\n".join(lines)))
     figures = [metric_against_key(key, metric, done, key in log_keys) for key in keys if done]
-    if done and len(keys) == 2 and all(len({overrides[key] for overrides, _, _ in done}) <= 20 for key in keys):
+    if (
+        done
+        and len(keys) == 2
+        and is_grid((keys[0], keys[1]), done)
+        and all(len({overrides[key] for overrides, _, _ in done}) <= 20 for key in keys)
+    ):
         figures.append(heat_map((keys[0], keys[1]), metric, done))
     return figures
+
+
+def _text(value: bool | int | float | str | None) -> str:
+    """Returns the value of an override as a sweep file has it."""
+    return value_text(value)

@@ -33,6 +33,7 @@ from maxbatch.plan.stages import MOST_ROWS, increments, nearest_multiple, pass_r
 from maxbatch.plan.unused_keys import unused_keys
 from maxbatch.plan.update_settings import DecayPlan, Decays
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import counted
 
 if TYPE_CHECKING:
     from ml_collections import ConfigDict
@@ -214,6 +215,7 @@ class BatchPlan:
             rampup_end_sample=last.first_sample if is_ramp else 0,
             warnings=(
                 *_warnings(manager),
+                *_repeats(manager, samples_per_epoch, config.recipe.unit),
                 *unused_keys(config, meshes.training, manager, resumes=resume != NEW_RUN),
                 *(rl.warnings if rl else ()),
             ),
@@ -356,6 +358,17 @@ def _epochs(config: PlanConfig, total_samples: int | None, samples_per_epoch: in
     if total_samples is not None and samples_per_epoch is not None:
         return total_samples / samples_per_epoch
     return None if config.length.num_epochs is None else float(config.length.num_epochs)
+
+
+def _repeats(manager: RampupBatchManager, samples_per_epoch: int | None, unit: str) -> tuple[str, ...]:
+    """Returns a warning about a batch that holds the same samples several times."""
+    most = max(manager.stages[number].global_batch_size for number in manager.listed) // manager.rows_per_sample
+    if not samples_per_epoch or most <= samples_per_epoch:
+        return ()
+    times = most // samples_per_epoch
+    often = "some of them twice" if times == 1 else f"each of them {times} times or more"
+    epoch = counted(samples_per_epoch, unit)
+    return (f"a batch of {most:,} {unit}s is larger than an epoch of {epoch}: an update holds {often}",)
 
 
 def _warnings(manager: RampupBatchManager) -> tuple[str, ...]:

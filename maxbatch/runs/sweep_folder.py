@@ -17,13 +17,17 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
+from fractions import Fraction
 from functools import partial
 from typing import Any, NamedTuple
 
+from maxbatch.config.sections import KEYS
+from maxbatch.config.values import NUMBERS
 from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.runs.metrics import Record, is_weightless, scan_metrics
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, read_outcome, write_outcome
+from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath
 
 SWEEP_METRICS: dict[str, str] = {
@@ -163,19 +167,85 @@ class SweepFolder:
         return sorted(results, key=rank)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its trials."""
+        """Returns the sweep as plain data: its settings, folder, the meaning of its metric, and its trials.
+
+        Values of keys that take numbers are numbers.
+        """
         settings = self.read()
         results = self.results(settings["metric"])
+        best = results[0].trial.overrides if results and results[0].status == Status.DONE else {}
         return settings | {
+            "parameters": {key: _plain_space(key, space) for key, space in settings["parameters"].items()},
             "sweep_dir": str(self.path),
+            "at_the_edge": at_the_edge(settings["parameters"], best),
             "metric_meaning": SWEEP_METRICS[settings["metric"]],
             "trials": [
-                {"number": r.trial.number, "overrides": r.trial.overrides, "value": r.value,
+                {"number": r.trial.number, "value": r.value,
+                 "overrides": {key: _plain(key, text) for key, text in r.trial.overrides.items()},
                  "value_at_equal_tokens": r.at_equal_tokens, "steps": r.steps, "tokens": r.tokens,
                  "status": str(r.status), "reason": r.reason}
                 for r in results
             ],
         }  # fmt: skip
+
+
+def at_the_edge(parameters: Mapping[str, Any], best: Mapping[str, str]) -> list[str]:
+    """Returns a sentence for every key whose value in the best trial is at an end of its swept space.
+
+    In a range that is the outer twentieth, of its logarithm where the range is logarithmic; in a list of at least two
+    numbers it is the smallest or the largest.
+    """
+    sentences = []
+    for key, text in best.items():
+        space, value = parameters.get(key), _plain(key, text)
+        if isinstance(value, bool | str | None):
+            continue
+        end = _end_of(key, space, float(value))
+        if end:
+            sentences.append(f"the best trial has {key}={text}, the {end}: better ones may lie beyond it")
+    return sentences
+
+
+def _end_of(key: str, space: object, value: float) -> str:
+    """Returns the end of a space at which a value is; "" inside of it."""
+    if isinstance(space, dict):
+        numbers = [_plain(key, space["low"]), value, _plain(key, space["high"])]
+        what = "its range"
+    elif isinstance(space, list):
+        numbers, what = [_plain(key, text) for text in space], "its list"
+    else:
+        return ""
+    known = [float(number) for number in numbers if isinstance(number, int | float) and not isinstance(number, bool)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    if low == high:
+        return ""
+    place = (value - low) / (high - low)
+    if isinstance(space, dict) and space.get("log") and low > 0:
+        place = math.log(value / low) / math.log(high / low)
+    margin = 0.05 if isinstance(space, dict) else 0.0
+    if place <= margin:
+        return f"smallest of {what}" if not margin else f"low end of {what}"
+    return "" if place < 1 - margin else f"largest of {what}" if not margin else f"high end of {what}"
+
+
+def _plain_space(key: str, space: object) -> object:
+    """Returns the swept values of a key as plain data, numbers as numbers."""
+    if isinstance(space, list):
+        return [_plain(key, text) for text in space]
+    if isinstance(space, dict):
+        return {name: _plain(key, text) if isinstance(text, str) else text for name, text in space.items()}
+    return space
+
+
+def _plain(key: str, text: str) -> bool | int | float | str | None:
+    """Returns the value of an override as JSON has it; the text of a fraction that no float is, and of other texts."""
+    if key not in KEYS or KEYS[key].kind not in (*NUMBERS, "bool"):
+        return text
+    try:
+        value = KEYS[key].read(text)
+    except ConfigError:  # of another version's sweep
+        return text
+    return text if isinstance(value, Fraction) else value
 
 
 def _trial(folder: AnyPath, found: Any) -> Trial:

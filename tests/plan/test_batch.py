@@ -388,3 +388,14 @@ def test_rows_per_device_follow_from_the_global_batch_and_its_steps() -> None:
 def test_what_is_read_counts_prompts_in_reinforcement_learning() -> None:
     plan = plan_of(["batch_size=16", "num_generations=4"], 4, 2).to_dict()
     assert (plan["global_batch_size_to_train_on"], plan["global_batch_size_to_load"]) == (64, 16)
+
+
+def test_a_batch_that_repeats_its_samples_draws_a_warning() -> None:
+    config = load_config(overrides=["global_batch_size=64", "steps=3"])
+    [warning] = BatchPlan.from_config(config, 1, samples_per_epoch=3).warnings
+    assert (
+        warning
+        == "a batch of 64 samples is larger than an epoch of 3 samples: an update holds each of them 21 times or more"
+    )
+    assert "some of them twice" in BatchPlan.from_config(config, 1, samples_per_epoch=40).warnings[0]
+    assert not BatchPlan.from_config(config, 1, samples_per_epoch=64).warnings

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from maxbatch.runs.outcome import Status
-from maxbatch.runs.sweep_folder import SweepFolder, metric_value
+from maxbatch.runs.sweep_folder import SweepFolder, at_the_edge, metric_value
 
 
 def test_the_metric_is_the_last_eval_or_the_mean_of_the_last_tenth() -> None:
@@ -33,3 +35,39 @@ def test_trials_of_different_batches_are_also_compared_at_equal_tokens() -> None
     best, other = folder.results("loss")
     assert (best.trial.number, best.value, best.tokens, best.at_equal_tokens) == (1, 0.5, 64, 2.5)
     assert (other.trial.number, other.value, other.tokens, other.at_equal_tokens) == (0, 2.0, 32, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("space", "value", "said"),
+    [
+        ({"low": "1e-4", "high": "1e-2", "log": True}, "0.0095", "high end of its range"),
+        ({"low": "1e-4", "high": "1e-2", "log": True}, "0.00011", "low end of its range"),
+        ({"low": "1e-4", "high": "1e-2", "log": True}, "0.001", None),
+        ({"low": "0.001", "high": "0.003", "log": False}, "0.002", None),
+        (["0.001", "0.003", "0.01"], "0.01", "largest of its list"),
+        (["0.001", "0.003", "0.01"], "0.001", "smallest of its list"),
+        (["0.001", "0.003", "0.01"], "0.003", None),
+        (["0.001"], "0.001", None),
+    ],
+)
+def test_a_best_trial_at_the_edge_of_the_space_is_pointed_out(space: object, value: str, said: str | None) -> None:
+    sentences = at_the_edge({"learning_rate": space}, {"learning_rate": value})
+    expected = f"the best trial has learning_rate={value}, the {said}: better ones may lie beyond it"
+    assert sentences == ([expected] if said else [])
+    assert at_the_edge({"opt_type": ["adamw", "lion"]}, {"opt_type": "lion"}) == []
+
+
+def test_a_sweep_as_data_has_its_numbers_as_numbers(tmp_path: Path) -> None:
+    folder = SweepFolder(tmp_path)
+    parameters = {"learning_rate": {"low": "0.001", "high": "0.01", "log": True}, "global_batch_size": ["8", "16"],
+                  "packing": ["true", "false"], "opt_type": ["adamw"]}  # fmt: skip
+    folder.write({"sampler": "random", "metric": "loss", "seed": 0, "parameters": parameters, "log_keys": []})
+    texts = {"learning_rate": "0.002", "global_batch_size": "16", "packing": "true", "opt_type": "adamw"}
+    folder.add(0, texts, None)
+    found = folder.to_dict()
+    values = {"learning_rate": 0.002, "global_batch_size": 16, "packing": True, "opt_type": "adamw"}
+    assert found["trials"][0]["overrides"] == values
+    assert found["parameters"] == {
+        "learning_rate": {"low": 0.001, "high": 0.01, "log": True}, "global_batch_size": [8, 16],
+        "packing": [True, False], "opt_type": ["adamw"],
+    }  # fmt: skip

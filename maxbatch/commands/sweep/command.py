@@ -138,11 +138,14 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
         raise TrainingError(f"none of the {len(results)} trials finished; {why}{remedy}")
     if num_failed:
         console.print(again)
+    found = folder.to_dict()
     words = ["maxbatch", "train", str(folder.base), *best.trial.stated, "run_dir=runs/best"]
     page = Page(f"maxbatch sweep: {folder.path.name}")
-    add_sweep(page, folder.to_dict())
+    add_sweep(page, found)
     console.print(page.save(folder.path / "sweep.html"))
     console.print(f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}")
+    for sentence in found["at_the_edge"]:
+        console.print(sentence)
     console.print(folded_command(f"next: {shlex.join(words)}", 6, terminal_width()))
 
 

@@ -33,8 +33,8 @@ class SweepStudy:
 
     The combinations of a grid are taken in their order, so that a grid may grow, which Optuna's GridSampler does not
     allow. Optuna's random sampler and TPE (`optuna`) suggest the values of the others.
-    Trials of TPE are pruned by the median of the others' eval losses at equal `tokens_seen`, since steps of different
-    batches cannot be compared.
+    With `pruner: median` trials are pruned by the median of the others' eval losses at equal `tokens_seen`, since steps
+    of different batches cannot be compared.
     """
 
     def __init__(self, sweep: SweepFile, folder: SweepFolder) -> None:
@@ -46,7 +46,7 @@ class SweepStudy:
         check_settings(sweep, folder)
         pruners = self._optuna.pruners
         self._study = self._optuna.create_study(
-            pruner=pruners.MedianPruner(n_startup_trials=4) if sweep.sampler == "optuna" else pruners.NopPruner()
+            pruner=pruners.MedianPruner(n_startup_trials=4) if sweep.pruner == "median" else pruners.NopPruner()
         )
         taken = {_items(trial.overrides) for trial in recorded}
         self._left = grid and deque(one for one in grid if _items(one) not in taken)  # of a grid: without a trial
@@ -144,7 +144,7 @@ class SweepStudy:
 
     def should_prune(self, trial: Trial) -> str | None:
         """Reports the new evals of a running trial; returns the reason to prune it, or None."""
-        if self._sweep.sampler != "optuna" or self._sweep.metric != Metric.EVAL_LOSS:
+        if self._sweep.pruner == "none":
             return None
         evals = [record for record in scan_metrics(trial.folder).records if record.get(Metric.EVAL_LOSS) is not None]
         new = evals[self._num_reported.get(trial.number, 0) :]

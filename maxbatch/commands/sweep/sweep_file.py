@@ -30,6 +30,7 @@ from maxbatch.system.storage import AnyPath, as_typed
 _SETTINGS = (
     Scalar("sampler", "choice", choices=("grid", "random", "optuna"), default="grid"),
     Scalar("metric", "choice", choices=tuple(SWEEP_METRICS), default=Metric.EVAL_LOSS),
+    Scalar("pruner", "choice", choices=("none", "median"), default="none"),
     Scalar("sweep_dir", "path"),
     Scalar("parallel", "int", Bounds(1, 1024), default="1"),
     Scalar("trials", "int", Bounds(1, 100_000), default="20"),
@@ -49,6 +50,7 @@ class SweepFile:
     path: Path
     sampler: str
     metric: str  # lower is better
+    pruner: str  # "median" ends trials whose evals are above the others' median
     base: str  # YAML text of the config keys that all trials share
     sweep_dir: AnyPath
     parallel: int  # trials at a time, of this command
@@ -71,6 +73,8 @@ class SweepFile:
                 rule = rule if key in KEYS else f"unknown key; {nearest_or_all(key, _KEYS)}"
                 raise ConfigError(f"{where}: {shown(key)}: {rule}")
         values: dict[str, Any] = {setting.name: _read(setting, nodes.get(setting.name)) for setting in _SETTINGS}
+        if "pruner" not in nodes and values["sampler"] == "optuna" and values["metric"] == Metric.EVAL_LOSS:
+            values["pruner"] = "median"
         _check_sampler(path, nodes, values)
         return cls(**values | {
             "path": path,
@@ -129,6 +133,9 @@ def _check_sampler(path: Path, nodes: _Nodes, values: Mapping[str, object]) -> N
                           "one trial per combination; works: sampler: random")  # fmt: skip
     if sampler != "grid" and "trials" not in nodes:
         raise ConfigError(f"{path}: trials must be a number, since sampler is {sampler}; works: trials: 20")
+    if values["pruner"] == "median" and values["metric"] != Metric.EVAL_LOSS:
+        raise ConfigError(f"{nodes['pruner'][1]}: pruner=median: compares evals, which metric={values['metric']} does "
+                          "not count; works: pruner: none")  # fmt: skip
     if sampler != "optuna" and "storage" in nodes:
         storage = shown(str(values["storage"]))
         raise ConfigError(f"{nodes['storage'][1]}: storage={storage}: must not be given where sampler "

@@ -54,7 +54,7 @@ def make_optimizer(
     if own is not None:
         return _with_standard_promotion(own(settings.learning_rate))
     if config.opt_type not in DIRECTIONS:
-        raise ConfigError(f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: adamw")
+        raise ConfigError(f"opt_type={config.opt_type!r} is not one of {', '.join(DIRECTIONS)}; works: opt_type=adamw")
     if config.adam_b1 is None or config.adam_b2 is None:
         direction = _with_half_lives(config, settings, has_experts)
     elif config.adam_scaling == "sde":

@@ -40,6 +40,7 @@ from maxbatch.training.weights.shards import read_item, read_together
 OWN_MODEL = "own"  # in the model's identity, in place of the keys of the config's own model
 _STEP_OF_PATH = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")  # in the name of a stored array
 _ITEMS = ("params", "opt_state", "position")
+_OF_ORBAX = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
 _GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugging Face folder (config.json)"
 
 
@@ -301,9 +302,28 @@ def find_checkpoint(path: str | Path) -> AnyPath:
     folder = as_path(path).absolute()
     if is_checkpoint(folder):
         return folder
-    if steps := committed_steps(folder):
-        return folder / "checkpoints" / str(steps[0])
+    steps = committed_steps(folder)
+    newest = folder / "checkpoints" / str(steps[0]) if steps else None
+    if newest is not None and is_checkpoint(newest):
+        return newest
+    if is_of_orbax(folder):
+        raise ConfigError(
+            f"{folder}: is an Orbax checkpoint of another trainer, which is not read; convert it to a Hugging Face "
+            "folder there (MaxText: maxtext.checkpoint_conversion.to_huggingface), and give that folder"
+        )
+    if newest is not None:
+        return newest  # what is wrong with it is said where it is read
     raise ConfigError(f"{folder}: no checkpoint here; {_GIVE}")
+
+
+def is_of_orbax(folder: AnyPath) -> bool:
+    """Returns whether Orbax wrote a folder, a step in it, or the steps of the run in it."""
+    places = [folder, folder / "checkpoints"]
+    for place in list(places):
+        steps = [child for child in place.iterdir() if child.name.isdigit()] if place.is_dir() else []
+        places += steps[:1]
+    inner = [place / item for place in places for item in ("items", "default", "state")]
+    return any((place / mark).is_file() for place in (*places, *inner) for mark in _OF_ORBAX)
 
 
 def _damaged(folder: AnyPath, damage: str) -> ConfigError:

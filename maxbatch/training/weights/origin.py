@@ -7,6 +7,7 @@ pinned content works.
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -172,7 +173,7 @@ class RunOrigin:
             pin, whose = self.pin, f"the run in run_dir={self._run_dir}"
             if pin and pin.key != self._key:
                 here = f"{self._key}={shown(repr(self._path))}" if self._path else "none"
-                works = f"{pin.key}={shown(pin.source, 300)}" if pin.source else f"{self._key}=''"
+                works = f"{pin.key}={shlex.quote(pin.source)}" if pin.source else f"{self._key}=''"
                 raise ConfigError(
                     f"{self._key}: {whose} started from {shown(str(pin), 300)} and reads it again; the config states "
                     f"{here}; works: {works}"

@@ -77,6 +77,15 @@ def test_a_trial_whose_eval_loss_is_above_the_others_median_is_pruned() -> None:
         assert study.should_prune(bad) == "eval_loss 3.1000 at 128 tokens is above the others' median"
 
 
+def test_a_sweep_without_a_pruner_ends_no_trial_early() -> None:
+    source = optuna_trials(8, pruner="none")
+    for _ in range(5):
+        end(source, source.next(), "done", 3.0, 2.0)
+    bad = source.next()
+    write_evals(bad, 300.0)
+    assert source.should_prune(bad) is None
+
+
 @pytest.mark.processes
 def test_a_sweep_stops_trials_whose_eval_loss_is_above_the_others() -> None:
     base = BASE | {"steps": 100, "eval_interval": 2, "eval_fraction": "0.1"}

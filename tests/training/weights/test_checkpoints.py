@@ -338,6 +338,15 @@ def test_parameters_alone_start_another_run(saved: Saved) -> None:
         read_parameters(saved, wider.params)
 
 
+@pytest.mark.parametrize("place", ["run/checkpoints/4/items", "run/checkpoints/4", "run/checkpoints", "run"])
+def test_a_checkpoint_of_orbax_is_named_as_one(tmp_path: Path, place: str) -> None:
+    items = tmp_path / "run" / "checkpoints" / "4" / "items"
+    items.mkdir(parents=True)
+    (items / "_METADATA").write_text("{}")
+    with pytest.raises(ConfigError, match=r"is an Orbax checkpoint of another trainer.*to_huggingface"):
+        open_source(tmp_path / place)
+
+
 def test_a_run_of_an_earlier_version_resumes_and_ends_as_that_version_did(tmp_path: Path) -> None:
     """The archive was made at commit 629f1b4, the last one before the package was divided into rooms.
 
