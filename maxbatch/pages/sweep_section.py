@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from maxbatch.config.values import value_text
 from maxbatch.pages.page import Page, heading, paragraph, table
 from maxbatch.pages.plots import Figure, heat_map, is_grid, metric_against_key
 from maxbatch.system.folding import counted
@@ -59,4 +58,6 @@ def _figures(
 
 def _text(value: bool | int | float | str | None) -> str:
     """Returns the value of an override as a sweep file has it."""
-    return value_text(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
