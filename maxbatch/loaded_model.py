@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 
+from maxbatch.config.base_path import stated_base
 from maxbatch.config.config import Config
 from maxbatch.config.loading import override_texts
 from maxbatch.config.rules import check_vocabulary
@@ -86,7 +87,7 @@ class LoadedModel:
         leave_out_absent_tpu()
         stated = {text.split("=", 1)[0].strip() for text in overrides}
         texts = [f"{key}={value}" for key, value in _DEFAULTS.items() if key not in stated] + list(overrides)
-        self._path, self._source = path, open_source(path, averaged)
+        self._path, self._source = path, open_source(path, averaged, stated_base(overrides))
         self.config: Config = self._source.config(texts)
         self._is_imported = is_huggingface_folder(path)
         self._scoring = self.config if "dtype" in stated else self._source.config([*texts, "dtype=float32"])

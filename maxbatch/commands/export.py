@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 
-from maxbatch.commands.arguments import add_averaged, model_of
-from maxbatch.system.errors import EXIT_DONE
+from maxbatch.commands.arguments import add_averaged, check_overrides, model_of
+from maxbatch.config.base_path import BASE_KEY, stated_base
+from maxbatch.config.values import shown
+from maxbatch.system.errors import EXIT_DONE, ConfigError
 from maxbatch.system.folding import printable
 
 _DTYPES = ("float32", "bfloat16", "float16")
@@ -17,6 +19,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write, new or empty")
     dtype = "of the tensors (those of the checkpoint)"
     parser.add_argument("--dtype", choices=_DTYPES, help=dtype)
+    moved = "load_parameters_path=PATH: where the base model of a run's adapters is now, if it was moved"
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=moved)
     add_averaged(parser)
     adapter = "write the adapters of a run with lora_rank alone, as PEFT loads them (without it: merged into the model)"
     parser.add_argument("--adapter", action="store_true", help=adapter)
@@ -24,9 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Writes the folder of a model, or of its adapters; returns the exit code."""
+    check_overrides(args.overrides, "export takes one MODEL")
+    base = stated_base(args.overrides)
+    for text in args.overrides:
+        if text.partition("=")[0].strip() != BASE_KEY:
+            raise ConfigError(f"{shown(text)}: export takes no config key but {BASE_KEY}; works: {BASE_KEY}=PATH")
     from maxbatch.huggingface.export.model import export_model
     from maxbatch.huggingface.export.peft import export_adapters
 
     export = export_adapters if args.adapter else export_model
-    print(printable(str(export(model_of(args), args.output, args.dtype, args.averaged))))
+    print(printable(str(export(model_of(args), args.output, args.dtype, args.averaged, base))))
     return EXIT_DONE

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_model, check_overrides, count, model_of, real, whole
+from maxbatch.config.base_path import stated_base
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.training.weights.parameters import open_source, restored
 
     args.model = model_of(args)
-    source = open_source(args.model, args.averaged)
+    source = open_source(args.model, args.averaged, stated_base(args.overrides))
     config = source.config(args.overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = tokenizer_of(config.stream)

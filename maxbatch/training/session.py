@@ -402,7 +402,8 @@ class Session(Generic[B]):
         tracked = TrackedRun(self.config.run_dir, settings_of(self.config))
         yield from open_loggers(self.config.log_to, tracked, self.folder, warn)
         log_period, counted = self._recording.log_period, TrainedRecipe.of(self.config.recipe).counted
-        yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted)
+        samples = self.plan.total_samples if self.plan.rl is None else None
+        yield RunProgress(self.console, self.total_steps, step, num_stages, log_period, self._doing, counted, samples)
         yield from (OwnOutput(output, place, self._own_end) for place, output in enumerate(self._outputs))
 
     def train(self, running: Running[B], state: TrainState, recorder: Recorder, profiler: Profiler) -> TrainState:

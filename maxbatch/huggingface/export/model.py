@@ -50,7 +50,7 @@ _WRITTEN = re.compile(
 _MOST_BYTES = 5_000_000_000  # of one file of tensors
 
 
-def export_model(model: str, output: str, dtype: str | None, averaged: bool = False) -> str:
+def export_model(model: str, output: str, dtype: str | None, averaged: bool = False, base: str = "") -> str:
     """Writes a model as a Hugging Face folder, atomically; returns a summary to print.
 
     Args:
@@ -58,6 +58,7 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
       output: the folder to write, new or empty.
       dtype: of the tensors; None: that of the checkpoint or the folder, so that nothing is rounded.
       averaged: whether to write the average of the parameters that the run keeps.
+      base: where the model that a run's adapters adapt is now; "": at the path that the run states.
 
     Raises:
       ConfigError: there is no such model, its family cannot express its keys, or the output is not empty.
@@ -66,7 +67,7 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     imported = is_huggingface_folder(model)
     # float32 holds every value of the other types that are read.
     overrides = ["weight_dtype=float32"] if imported else []
-    source = open_source(model, averaged)
+    source = open_source(model, averaged, base)
     config = source.config(overrides)
     if f"experts.{ROUTED_BIAS}" in FAMILIES[config.decoder_block].tensors:
         config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none

@@ -62,7 +62,7 @@ class Module(NamedTuple):
         return np.concatenate(a_parts), np.concatenate(columns, axis=1)
 
 
-def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = False) -> str:
+def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = False, base_path: str = "") -> str:
     """Writes the adapters of a run as a PEFT folder, atomically; returns a summary to print.
 
     Args:
@@ -70,12 +70,13 @@ def export_adapters(run: str, output: str, dtype: str | None, averaged: bool = F
       output: the folder to write, new or empty.
       dtype: of the tensors; None: float32, in which they are trained.
       averaged: whether to write the average of the adapters that the run keeps.
+      base_path: where the model that they adapt is now; "": at the path that the run states.
 
     Raises:
       ConfigError: there is no such run, it has no adapters, or the output is not empty.
     """
     target = new_folder(output)
-    config, base, adapters, params = load_adapters(run, averaged)
+    config, base, adapters, params = load_adapters(run, averaged, base_path)
     arrays = {parameter_path(path): np.asarray(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
     modules = _modules(adapters, base, parameter_places(config.model, base))
     stored_as = DTYPE_NAMES[dtype or "float32"]

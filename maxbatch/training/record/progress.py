@@ -36,6 +36,7 @@ class RunProgress(Output):
       log_period: updates per line.
       doing: returns the activity of the run, such as "compiling".
       counted: unit of a batch, such as "pairs"; "": rows.
+      total_samples: `samples_seen` at the end, by which the time left follows a ramp of the batch; None: by updates.
     """
 
     def __init__(
@@ -47,7 +48,10 @@ class RunProgress(Output):
         log_period: int,
         doing: Callable[[], str],
         counted: str = "",
+        total_samples: int | None = None,
     ) -> None:
+        self._total_samples = total_samples
+        self._pace: Pace | None = None  # from the first update on, so that compiling does not count
         self._console, self._total, self._doing = console, total_steps, doing
         self._num_stages, self._log_period = num_stages, log_period
         self._counted = f" {counted}" if counted else ""
@@ -106,7 +110,7 @@ class RunProgress(Output):
     def append(self, record: Record) -> None:
         """Shows a record of `metrics.jsonl`."""
         step, line = record[Metric.STEP], self._line(record)
-        remarks = []
+        left, remarks = self._left(record), list[str]()
         if record[Metric.SKIPPED]:
             remarks.append(f"skipped: {not_finite(record)} is not finite")
         if Metric.EVAL_LOSS in record:
@@ -123,9 +127,20 @@ class RunProgress(Output):
         if self._bar is not None:
             self._bar.is_waiting = False
             self._bar.update(self._task, completed=step, description=line)
-        self._step, self._unprinted, self._updated_at = step, line, time.monotonic()
+        self._step, self._updated_at = step, time.monotonic()
+        self._unprinted = " | ".join(filter(None, [line, left]))
         if remarks or step % self._log_period == 0 or step in (1, self._total):
-            self._print(" | ".join([line, *remarks]))
+            self._print(" | ".join([self._unprinted, *remarks]))
+
+    def _left(self, record: Record) -> str:
+        """Returns the time left at the pace since the first update; "" there, at the end, and beside the bar's own."""
+        done, total = record[Metric.STEP], self._total
+        if self._total_samples is not None:
+            done, total = record[Metric.SAMPLES_SEEN], self._total_samples
+        if self._pace is None:
+            self._pace = Pace(total, done)
+        is_last = record[Metric.STEP] >= self._total
+        return "" if is_last or self._bar is not None else self._pace.left(done)
 
     def _line(self, record: dict[str, object]) -> str:
         reward, mfu = record.get(Metric.REWARD), record[Metric.MFU]

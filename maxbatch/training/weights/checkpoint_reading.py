@@ -58,6 +58,7 @@ class StoredCheckpoint:
     Args:
       path: a run folder, for its newest checkpoint, or `checkpoints/STEP` in it.
       averaged: whether to read the run's average of the parameters.
+      base: where the model that its adapters adapt is now; "": at the path that its run states.
 
     Attributes:
       folder: the checkpoint's folder.
@@ -67,8 +68,9 @@ class StoredCheckpoint:
       ConfigError: there is no checkpoint, its JSON is invalid, or it has no average.
     """
 
-    def __init__(self, path: str | Path, averaged: bool = False) -> None:
+    def __init__(self, path: str | Path, averaged: bool = False, base: str = "") -> None:
         self._path, self._averaged = path, averaged
+        self._moved = [f"load_parameters_path={base}"] if base else []
         self.folder = find_checkpoint(path)
         try:
             self.record: CheckpointRecord = read_record(self.folder)
@@ -90,7 +92,7 @@ class StoredCheckpoint:
           ConfigError: `config.yml` cannot be read, or its model differs from the checkpoint's.
         """
         file, stored = self._config_file, self.record.identity["model"]
-        config = load_config(file)
+        config = load_config(file, self._moved)
         if self.is_own:
             name = own_parts_of(config.own_parts).get("model", "MyModel")
             raise ConfigError(
@@ -102,7 +104,7 @@ class StoredCheckpoint:
             if key in stored and stored[key] != config[key]:
                 there, here = (shown(repr(value)) for value in (config[key], stored[key]))
                 raise ConfigError(f"{file}: states {key}={there}, and the checkpoint {self.folder} {here}; restore it")
-        return load_config(file, ["quantization=", *overrides])
+        return load_config(file, ["quantization=", *self._moved, *overrides])
 
     @property
     def _config_file(self) -> str:

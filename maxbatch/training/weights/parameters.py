@@ -14,6 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 
+from maxbatch.config.base_path import BASE_KEY
 from maxbatch.config.combined import DecoderConfig
 from maxbatch.config.config import Config
 from maxbatch.config.sections import AdapterConfig, ModelConfig
@@ -31,19 +32,20 @@ from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.origin import Reader, RunOrigin, Source, open_origin
 
 
-def open_source(path: str | Path, averaged: bool = False) -> Source:
+def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Source:
     """Opens the source at a path: a run folder (its newest checkpoint), `checkpoints/STEP` in it, a Hugging Face
     folder, or a model's name on the Hugging Face hub.
 
     Args:
       averaged: whether to read the run's average of the parameters (`parameter_average_half_life`).
+      base: where the model that a run's adapters adapt is now; "": at the path that the run states.
 
     Raises:
       ConfigError: there is no source, or it has no average.
     """
     folder_of(path)  # raises for an unknown name on the hub
     if not is_huggingface_folder(path):
-        return StoredCheckpoint(path, averaged)
+        return StoredCheckpoint(path, averaged, base)
     if averaged:
         raise ConfigError(f"--averaged: {shown(str(path))} is a Hugging Face folder, which has no average of its "
                           "parameters; works: no --averaged")  # fmt: skip
@@ -61,8 +63,13 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
     adapting = source.adapting()
     if adapting is None:
         return source.open(config, abstract_params)
-    run, key = adapting.config, "load_parameters_path"
-    base, _ = open_origin(open_source, key, run[key], adapting.origin, adapting.old_base, f"the run of {source}")
+    run = adapting.config
+    try:
+        base, _ = open_origin(
+            open_source, BASE_KEY, run[BASE_KEY], adapting.origin, adapting.old_base, f"the run of {source}"
+        )
+    except ConfigError as error:
+        raise ConfigError(f"{error}; works: {BASE_KEY}=PATH, wherever that model is now") from error
     adapters = _adapters_of(run.adapters)
     somewhere = jax.tree.leaves(abstract_params)[0].sharding
     where = somewhere.mesh if isinstance(somewhere, NamedSharding) else next(iter(somewhere.device_set))
@@ -79,12 +86,15 @@ def open_parameters(source: Source, config: ModelConfig, abstract_params: State)
     return read
 
 
-def load_parameters(path: str | Path, *, averaged: bool = False) -> dict[Any, Any]:
+def load_parameters(
+    path: str | Path, *, averaged: bool = False, load_parameters_path: str | Path = ""
+) -> dict[Any, Any]:
     """Returns the parameters of a run or a checkpoint, of the user's own model too.
 
     Args:
       path: a run folder (its newest checkpoint), or one of its checkpoints.
       averaged: whether to take the average of the parameters that the run keeps (`parameter_average_half_life`).
+      load_parameters_path: where the base model of a run's adapters is now, if it was moved.
 
     Returns:
       Arrays of NumPy in nested dicts, by the model's own paths: the keys are names of attributes, and whole numbers in
@@ -94,7 +104,7 @@ def load_parameters(path: str | Path, *, averaged: bool = False) -> dict[Any, An
       ConfigError: there is no such checkpoint, it has no average, or it is damaged.
     """
     leave_out_absent_tpu()
-    source, device = open_checkpoint(path, averaged), this_host()
+    source, device = open_checkpoint(path, averaged, str(load_parameters_path)), this_host()
     if source.adapting() is not None:
         config = source.config().decoder
         params = placed(abstract_model(config)[1], device)
@@ -106,9 +116,9 @@ def load_parameters(path: str | Path, *, averaged: bool = False) -> dict[Any, An
     return arrays
 
 
-def open_checkpoint(path: str | Path, averaged: bool) -> StoredCheckpoint:
+def open_checkpoint(path: str | Path, averaged: bool, base: str = "") -> StoredCheckpoint:
     """Opens a checkpoint of ours; raises ConfigError for another kind of model."""
-    source = open_source(str(path), averaged)
+    source = open_source(str(path), averaged, base)
     if not isinstance(source, StoredCheckpoint):
         raise ConfigError(
             f"{path}: is a Hugging Face folder, not a run or one of its checkpoints; "
@@ -166,13 +176,15 @@ def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) ->
     return graphdef, open_parameters(source, config, abstract)(abstract)
 
 
-def load_adapters(path: str | Path, averaged: bool = False) -> tuple[Config, State, Adapters, State]:
+def load_adapters(
+    path: str | Path, averaged: bool = False, base_path: str = ""
+) -> tuple[Config, State, Adapters, State]:
     """Returns the config of a run with adapters, the shapes of its base model, and the adapters.
 
     Raises:
       ConfigError: there is no such run or checkpoint, or it has no adapters.
     """
-    source = open_source(path, averaged)
+    source = open_source(path, averaged, base_path)
     adapting = source.adapting()
     if adapting is None:
         raise ConfigError(f"{path}: has no adapters, which a run with lora_rank above 0 trains")

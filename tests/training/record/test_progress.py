@@ -43,6 +43,24 @@ def test_eval_and_skips_are_shown_whenever_they_happen() -> None:
     assert shown[0].endswith("eval loss 2.2500") and shown[1].endswith("skipped: a gradient is not finite")
 
 
+def test_a_line_has_the_time_left_at_the_pace_of_the_samples_since_the_first_update(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    out, now = io.StringIO(), [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    console = Console(file=out, width=200, highlight=False, quiet=False)
+    # A ramp: the second half of the updates has most of the samples.
+    progression = RunProgress(console, 40, 0, 2, 10, doing, total_samples=1000)
+    with closing(progression):
+        now[0] += 600  # compiling
+        for step, samples in ((1, 10), (10, 110), (20, 210), (40, 1000)):
+            progression.append(record(step, samples_seen=samples))
+            now[0] += 20
+    shown = out.getvalue().splitlines()
+    assert [line.rpartition(" | ")[2] for line in shown[1:3]] == ["0:02:58 left", "0:02:38 left"]
+    assert not shown[0].endswith("left") and not shown[3].endswith("left")
+
+
 def test_stage_and_mfu_are_shown_where_there_are_any() -> None:
     (line,) = lines([record(1, mfu=0.431)], num_stages=4)
     assert "stage 1/3" in line and "MFU 43.1%" in line

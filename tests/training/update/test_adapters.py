@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import maxbatch
 from maxbatch import ConfigError
 from maxbatch.cli import main
 from maxbatch.data.stream.stream import open_stream
@@ -237,3 +238,26 @@ def test_experts_have_no_adapters() -> None:
 
 def test_adapters_need_a_model() -> None:
     assert "load_parameters_path names the model" in error_of(overrides=("lora_rank=4",))
+
+
+def test_a_base_model_that_was_moved_is_read_where_it_is_now_and_another_one_is_refused(
+    base: Path, adapted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, moved = tmp_path / "run", tmp_path / "moved"
+    shutil.copytree(base, moved)
+    shutil.copytree(adapted, run)
+    config = run / "config.yml"
+    config.write_text(config.read_text().replace(str(base), str(tmp_path / "gone")))
+    there = f"load_parameters_path={moved}"
+    for words in (
+        ["generate", str(run), "--max-new-tokens", "2"],
+        ["export", str(run), "--output", str(tmp_path / "a")],
+    ):
+        assert main(words) == 2
+        assert "works: load_parameters_path=PATH, wherever that model is now" in capsys.readouterr().err
+        assert main([*words, f"load_parameters_path={adapted}"]) == 2
+        assert main([*words, there]) == 0
+    expected = maxbatch.load_parameters(adapted)
+    jax.tree.map(np.testing.assert_array_equal, maxbatch.load_parameters(run, load_parameters_path=moved), expected)
+    assert main(["export", str(run), "--output", str(tmp_path / "b"), "steps=3"]) == 2
+    assert "export takes no config key but load_parameters_path" in capsys.readouterr().err

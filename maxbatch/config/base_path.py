@@ -1,0 +1,13 @@
+"""The path of the model that a run's adapters adapt, stated anew where that model was moved."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+BASE_KEY = "load_parameters_path"  # of a run with adapters: the model that they adapt
+
+
+def stated_base(overrides: Sequence[str]) -> str:
+    """Returns the path of an override of `load_parameters_path`, where a run's base model is now; "" without one."""
+    stated = [text.partition("=")[2].strip() for text in overrides if text.partition("=")[0].strip() == BASE_KEY]
+    return stated[-1] if stated else ""
