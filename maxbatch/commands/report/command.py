@@ -176,7 +176,7 @@ def _read_sweep(path: AnyPath, prefix: str) -> _Found:
     sweep = folder.to_dict()
     runs = []
     for trial in [trial for trial in sweep["trials"] if trial["steps"]][:MOST_CURVES]:
-        overrides = trial["overrides"]
+        overrides = {key: value_text(value) for key, value in trial["overrides"].items()}
         values = overrides.values() if len(overrides) > 1 else (f"{k}={v}" for k, v in overrides.items())
         name = f"{prefix}{trial['number']}: {', '.join(values)}"
         runs.append(ReportedRun.read(folder.trial_folder(trial["number"]), name))
