@@ -13,6 +13,7 @@ _STOPS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 def main() -> int:
     """Runs the command line and returns the exit code; signals and Ctrl-C end it with one also while modules load."""
+    _open_closed_streams()
     code_of_stop = 75 if can_continue(sys.argv[1:]) else 1
     for number in _STOPS:
         if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
@@ -30,6 +31,23 @@ def main() -> int:
     for number in (*_STOPS, signal.SIGINT):  # a finished command keeps its exit code while Python ends
         signal.signal(number, signal.SIG_IGN)
     return code
+
+
+def _open_closed_streams() -> None:
+    """Opens the standard streams that the parent closed, as some services do.
+
+    Python has None for them. Their descriptors would be those of the next files that are opened, into which native
+    code would then write its messages.
+    """
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest that is free: this one
+            os.set_inheritable(descriptor, True)
+    sys.stdin = sys.stdin or os.fdopen(0, closefd=False)
+    sys.stdout = sys.stdout or os.fdopen(1, "w", closefd=False)
+    sys.stderr = sys.stderr or os.fdopen(2, "w", closefd=False)
 
 
 def _end(number: int, frame: object) -> None:

@@ -33,7 +33,7 @@ from maxbatch.system.errors import (
     reason,
     report,
 )
-from maxbatch.system.folding import folded, folded_command, terminal_width
+from maxbatch.system.folding import folded, folded_command, help_width
 from maxbatch.system.stopping import leave_threads_behind, watch_signals
 
 
@@ -54,8 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str]) -> int:
-    if sys.stdout is None:  # closed by the parent process
-        sys.stdout = open(os.devnull, "w")  # noqa: SIM115  for as long as the process lives
     if isinstance(sys.stdout, io.TextIOWrapper):
         with contextlib.suppress(OSError):  # a pipe that is closed already: the first print will raise
             sys.stdout.reconfigure(errors="backslashreplace")  # a sample may contain characters outside the encoding
@@ -100,6 +98,7 @@ def _dispatch(argv: list[str]) -> int:
     name, *rest = argv
     if name not in COMMANDS:
         raise ConfigError(f"{shown(name)}: unknown command; {nearest_or_all(name, COMMANDS, least_like=0.66)}")
+    _check_working_folder()
     parser = make_parser(name, rest)
     body = importlib.import_module(COMMANDS[name].module)
     try:
@@ -108,6 +107,13 @@ def _dispatch(argv: list[str]) -> int:
         return int(stop.code or 0)
     code: int = body.run(args)
     return code
+
+
+def _check_working_folder() -> None:
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise ConfigError("the working folder was removed; works: cd into a folder that is there") from None
 
 
 def make_parser(name: str, arguments: Sequence[str] = ()) -> argparse.ArgumentParser:
@@ -126,7 +132,7 @@ class _Parser(argparse.ArgumentParser):
     """A parser whose errors are one line that names what to type instead."""
 
     def __init__(self, name: str, command: Command, words: Sequence[str]) -> None:
-        columns = terminal_width()
+        columns = help_width()
         super().__init__(
             prog=f"maxbatch {name}",
             description=folded(command.summary, 0, columns),
@@ -230,7 +236,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview() -> str:
-    width, columns = max(map(len, COMMANDS)), terminal_width()
+    width, columns = max(map(len, COMMANDS)), help_width()
     commands = "\n".join(
         folded(f"  {name:<{width}}  {command.summary}", width + 4, columns) for name, command in COMMANDS.items()
     )

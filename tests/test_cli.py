@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -288,3 +289,73 @@ def test_values_that_lead_nowhere_are_one_line(arguments: tuple[str, ...], capsy
     Path("loop").symlink_to("loop")
     assert main(arguments) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&- <&-"])
+@pytest.mark.parametrize(("words", "code"), [("plan", 0), ("plan steps=x", 2)])
+def test_a_service_may_close_the_standard_streams(closed: str, words: str, code: int) -> None:
+    command = f"{shlex.quote(sys.executable)} -m maxbatch {words} {closed}"
+    assert subprocess.run(command, shell=True, capture_output=True).returncode == code
+
+
+def test_native_code_does_not_write_its_messages_into_files_of_ours(tmp_path: Path) -> None:
+    lines = (
+        "import os, subprocess, sys\nfrom maxbatch.__main__ import _open_closed_streams\n_open_closed_streams()\n"
+        "file = open(sys.argv[1], 'w')\nos.write(2, b'native')\nsubprocess.run(['sh', '-c', 'echo child >&2'])\n"
+        "print('printed', file=sys.stderr, flush=True)\n"
+    )
+    command = [sys.executable, "-c", lines, str(tmp_path / "metrics")]
+    assert subprocess.run(f"{shlex.join(command)} 2>&-", shell=True).returncode == 0
+    assert (tmp_path / "metrics").read_text() == ""
+
+
+def test_a_removed_working_folder_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["compile", "steps=1"]) == 2
+    assert capsys.readouterr().err.startswith("maxbatch: error: the working folder was removed; works: cd ")
+
+
+def test_env_prints_the_versions_for_a_report(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XLA_FLAGS", "--xla_some=1")
+    assert main(["env"]) == 0
+    found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert {"maxbatch", "python", "jax", "jaxlib", "flax", "numpy", "system"} <= found.keys()
+    assert (found["maxbatch"], found["XLA_FLAGS"]) == (maxbatch.__version__, "--xla_some=1")
+
+
+@pytest.mark.parametrize("words, expected", [
+    ("maxbatch critic", "critical-batch"), ("maxbatch train learning_rate_sca", "learning_rate_scaling="),
+    ("maxbatch fit --topo", "--topology"), ("maxbatch report learning_rate_sca", ""),
+])  # fmt: skip
+def test_bash_completes_commands_flags_and_keys(
+    words: str, expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["completion", "bash"]) == 0
+    (tmp_path / "script").write_text(capsys.readouterr().out)
+    asked = f"COMP_WORDS=({words}); COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1)); _maxbatch; echo ${{COMPREPLY[@]}}"
+    shell = subprocess.run(["bash", "-c", f"source {tmp_path}/script; {asked}"], capture_output=True, text=True)
+    assert shell.stdout.strip() == expected
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_complete_every_command_and_key(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert all(name in script for name in COMMANDS) and "learning_rate_scaling=" in script and "topology" in script
+    if shutil.which(shell):
+        assert subprocess.run([shell, "-n"], input=script, text=True).returncode == 0
+
+
+def test_help_keeps_to_the_columns_that_are_stated(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for words in ([], *([name] for name in COMMANDS)):
+        assert main([*words, "--help"]) == 0
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80

@@ -23,7 +23,7 @@ from tests.helpers.pages import PAGES, REASONS, TOP, Command, blocks_of, command
 from tests.helpers.tiny import read_metrics
 
 TEXTS = [f"document {number}: the quick brown fox jumps over the lazy dog" for number in range(40)]
-FAST = ("plan", "config", "data", "prepare", "import", "audit")
+FAST = ("plan", "config", "data", "prepare", "import", "audit", "env", "completion")
 WITH_COMMANDS = [page for page in PAGES if commands_of(page)]
 OVERVIEWS = ("README.md", "docs/index.md")  # their commands stand on other pages, and run there
 CUTS = ("docs/tutorials/first-batch.md", "docs/how-it-works.md")

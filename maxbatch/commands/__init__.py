@@ -124,5 +124,14 @@ COMMANDS: dict[str, Command] = {
         ("maxbatch report runs/default",
          "maxbatch report runs/a runs/b --output compared.html",
          "maxbatch report runs/default --watch"), prints_json=True),
+    "env": Command(
+        "maxbatch.commands.env",
+        "Print the versions and settings of this machine, for a report.",
+        ("maxbatch env",)),
+    "completion": Command(
+        "maxbatch.commands.completion",
+        "Print the script by which a shell completes commands, flags and config keys.",
+        ("maxbatch completion bash",
+         "maxbatch completion fish > ~/.config/fish/completions/maxbatch.fish")),
 }
 # fmt: on

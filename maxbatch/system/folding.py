@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -17,6 +18,12 @@ _WORD = re.compile(r"""(?:[^\s"']|"[^"]*"|'[^']*')+""")
 def terminal_width() -> int | None:
     """Returns the width of standard output's terminal, or None."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+
+def help_width() -> int | None:
+    """Returns the width that COLUMNS states, else that of standard output's terminal, or None."""
+    stated = os.environ.get("COLUMNS", "")
+    return int(stated) if stated.isdecimal() and int(stated) else terminal_width()
 
 
 def error_width() -> int | None:
