@@ -136,6 +136,8 @@ def test_llama_factorys_stages_and_methods(tmp_path: Path) -> None:
     assert (config.use_dpo, config.dpo_beta, config.lora_rank) == (True, 0.2, 0)
     config, _ = imported("llamafactory", tmp_path / "f.yaml", factory("pt", "lora", "q_proj,v_proj"))
     assert (config.use_sft, config.packing, config.lora_targets) == (False, True, "query,value")
+    _, fates = imported("llamafactory", tmp_path / "f.yaml", factory("dpo"))
+    assert not [fate for fate in fates.values() if fate.fate == "not supported"]
     for text in (
         factory("ppo"),
         factory(method="freeze"),
