@@ -294,7 +294,12 @@ class _PowerCut(Output):
 @pytest.mark.runs
 def test_every_start_of_a_run_has_a_line_in_sessions_jsonl(tmp_path: Path) -> None:
     config = one_layer_config(
-        "steps=7", "checkpoint_period=3", "eval_interval=2", "eval_fraction=0.1", f"run_dir={tmp_path}"
+        "steps=7",
+        "checkpoint_period=3",
+        "eval_interval=2",
+        "eval_fraction=0.1",
+        "keep_best_checkpoint=false",
+        f"run_dir={tmp_path}",
     )
     with pytest.raises(KeyboardInterrupt):
         train(config, ONE, Parts(outputs=(_PowerCut(5),)))
