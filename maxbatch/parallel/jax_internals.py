@@ -17,6 +17,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.system.errors import one_line
+from maxbatch.system.warning import note
+
 _LONGEST_COMPILATION_S = 120.0  # in which the first process has compiled a program, or the others compile it too
 _WAIT_MS = 500
 
@@ -67,6 +70,32 @@ def initialize_after(meet: Callable[[str, int, int, str | None], None], **argume
 
 
 @functools.cache
+def replace_damaged_programs() -> None:
+    """Has JAX replace a damaged entry of its persistent cache, as a kill while it is written leaves one.
+
+    By itself JAX warns of the entry and compiles at every start, because it never writes over an entry.
+    """
+    from jax._src import compilation_cache
+
+    read = compilation_cache.get_executable_and_time
+    if getattr(read, "replaces_damaged", False):
+        return
+
+    @functools.wraps(read)
+    def read_or_remove(cache_key: str, compile_options: Any, backend: Any, *rest: Any, **options: Any) -> Any:
+        try:
+            return read(cache_key, compile_options, backend, *rest, **options)
+        except Exception as error:  # of the decompression, or of the compiler
+            cache: Any = compilation_cache._get_cache(backend)
+            entry = cache.path / f"{cache_key}-cache"
+            entry.unlink(missing_ok=True)
+            note(f"{entry}: is damaged ({one_line(error, 120)}) and replaced")
+            return None, None
+
+    read_or_remove.replaces_damaged = True  # type: ignore[attr-defined]
+    compilation_cache.get_executable_and_time = read_or_remove
+
+
 def share_cached_cpu_programs(cpu: str) -> None:
     """Lets all processes of a run on CPUs take the programs that its first process caches, now or before.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import jax
 from jax.experimental.compilation_cache.compilation_cache import reset_cache
 
-from maxbatch.parallel.jax_internals import share_cached_cpu_programs
+from maxbatch.parallel.jax_internals import replace_damaged_programs, share_cached_cpu_programs
 from maxbatch.system.cpu_devices import cpu_features
 
 _BACKEND_COMPILE = "/jax/core/compile/backend_compile_duration"
@@ -32,6 +32,7 @@ def use_persistent_cache(stated: str, default: Path) -> None:
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+    replace_damaged_programs()
     if jax.process_count() > 1 and jax.default_backend() == "cpu":
         share_cached_cpu_programs(cpu_features())
 
