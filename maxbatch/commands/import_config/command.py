@@ -141,6 +141,18 @@ def translated(
     return translation, notes
 
 
+_SPLITS_OF_ACCELERATE = "parallelism_config"  # begins the words of its flags and of its file
+
+
+def _splits_of_launcher(run: shell.Command, path: Path) -> dict[str, Stated]:
+    """Returns the devices of a replica that `accelerate launch` states, by flags or in a file that is here."""
+    stated = shell.settings_of(run.start[:-1], shown_path(path))
+    named = stated.get("config_file")
+    file = path.parent / named if isinstance(named, str) else None
+    of_file = reading.read_yaml(file) if file is not None and file.is_file() and reading.is_yaml(file) else {}
+    return {word: value for word, value in (of_file | stated).items() if word.startswith(_SPLITS_OF_ACCELERATE)}
+
+
 _FILE_OF_TORCHTITAN = "job.config_file"  # its flags take precedence over it
 _SPLITS_OF_DEEPSPEED = ("tensor_parallel.autotp_size", "sequence_parallel_size")
 
@@ -160,7 +172,8 @@ def _read(path: Path, command: int | None) -> dict[str, Stated]:
         return python_file.read_python(path, command)
     if reading.is_yaml(path):
         return reading.renamed(reading.read_yaml(path), shown_path(path))
-    words = shell.settings_of(shell.read_command(path, command).arguments, shown_path(path))
+    run = shell.read_command(path, command)
+    words = _splits_of_launcher(run, path) | shell.settings_of(run.arguments, shown_path(path))
     named = words.get(_FILE_OF_TORCHTITAN)
     if isinstance(named, str) and (path.parent / named).is_file():
         words.pop(_FILE_OF_TORCHTITAN)

@@ -92,6 +92,15 @@ def test_other_batches_are_their_replicas_times_their_rows(
     assert batch_of(name, tmp_path / file, text, 16) == batch
 
 
+@pytest.mark.parametrize("flags", ["--parallelism-config-cp-size 4", "--config_file accelerate.yaml"])
+def test_the_launchers_split_of_a_model_divides_its_rows(tmp_path: Path, flags: str) -> None:
+    (tmp_path / "accelerate.yaml").write_text(
+        "num_processes: 8\nparallelism_config:\n  parallelism_config_tp_size: 2\n  parallelism_config_cp_size: 2\n"
+    )
+    text = f"accelerate launch {flags} train.py --per_device_train_batch_size 4 --max_steps 10"
+    assert batch_of("hf", tmp_path / "h.sh", text, 16) == 16
+
+
 def test_every_word_that_splits_a_replica_is_taken_before_the_rows() -> None:
     known = {axis.replace("dcn", "ici") for axis in SPLIT_AXES}
     for name, form in FORMATS.items():
