@@ -60,8 +60,12 @@ def run(args: argparse.Namespace) -> int:
     from maxbatch.plan.mesh_shape import MOST_DEVICES, check_divides
     from maxbatch.plan.run_time import run_time
     from maxbatch.plan.stages import check_epochs
+    from maxbatch.runs.foreign import refuse_foreign
+    from maxbatch.system.storage import is_remote
 
     config = config_of(args, needs=())
+    if not is_remote(config.run_dir):  # a plan asks no bucket
+        refuse_foreign(config.run_dir)
     own = own_parts_of(config.own_parts)
     recipe = config.recipe
     has_hosts, args.hosts = args.hosts is not None, args.hosts or 1

@@ -22,6 +22,7 @@ from maxbatch.config.recipes import Recipe
 from maxbatch.config.sections import (
     AdapterConfig,
     AllKeys,
+    CheckpointConfig,
     DataConfig,
     EvaluationConfig,
     MeshConfig,
@@ -65,6 +66,7 @@ class Config(AllKeys):
     update, programs, evaluation = PartOf(UpdateConfig), PartOf(ProgramsConfig), PartOf(EvaluationConfig)
     rates, optimizer, preferences = PartOf(RatesConfig), PartOf(OptimizerConfig), PartOf(PreferenceConfig)
     rl, prompting = PartOf(RLConfig), PartOf(PromptConfig)
+    checkpoint = PartOf(CheckpointConfig)
     rollout, learner = PartOf(RolloutConfig), PartOf(LearnerConfig)
 
 

@@ -545,6 +545,9 @@ class CheckpointConfig(Section, changes="the states that are kept"):
         "newest checkpoints kept; null: all", NOTHING, COUNT, "checkpoints")
     keep_best_checkpoint: bool = key(True, "true: the checkpoint with the lowest eval loss is saved and kept "
         "beside the newest ones (checkpoints/best)", NOTHING, maxtext=OURS, warm_start=False)
+    overwrite_run: bool = key(False,
+        "true: a start refused because checkpoints stand for the lines of run_dir removes both and begins anew",
+        NOTHING, maxtext=OURS, changes="")
     local_checkpoint_directory: LocalPath = key("",
         'each host keeps its newest shards below this path, on its own disk or RAM disk; "": none', NOTHING,
         warm_start=False, shared=Shared.STATED, changes="")

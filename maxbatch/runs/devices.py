@@ -8,7 +8,7 @@ from typing import Any
 from maxbatch.runs.json_file import checked, read_json, write_json
 from maxbatch.system.storage import AnyPath
 
-_FILE = "devices.json"
+DEVICES_FILE = "devices.json"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +31,7 @@ def record_devices(run_dir: AnyPath, devices: DevicesUsed) -> None:
     history = [entry for entry in read_devices(run_dir) if entry.first_step < devices.first_step]
     if not history or dataclasses.replace(devices, first_step=history[-1].first_step) != history[-1]:
         history.append(devices)
-    write_json(run_dir / _FILE, [dataclasses.asdict(entry) for entry in history])
+    write_json(run_dir / DEVICES_FILE, [dataclasses.asdict(entry) for entry in history])
 
 
 def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
@@ -41,4 +41,4 @@ def read_devices(run_dir: AnyPath) -> list[DevicesUsed]:
         found: list[dict[str, Any]] = checked(entries, [_SHAPE])
         return [DevicesUsed(**{name: entry[name] for name in _SHAPE}) for entry in found]
 
-    return read_json(run_dir / _FILE, "restore it, or remove it", parse) or []
+    return read_json(run_dir / DEVICES_FILE, "restore it, or remove it", parse) or []

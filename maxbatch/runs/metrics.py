@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import re
@@ -102,6 +103,21 @@ def samples_seen_at(run_dir: AnyPath, step: int) -> list[int]:
     """Returns the positions after a step in the lines of `metrics.jsonl`; usually there is one."""
     records = filter(None, map(parse_line, read_lines(run_dir / METRICS_FILE)))
     return [r["samples_seen"] for r in records if r["step"] == step and not wrong_field(r)]
+
+
+def line_digest(line: bytes) -> str:
+    """Returns a hash of a line; it holds measured times, so no other execution of the same update has the same."""
+    return hashlib.blake2b(line, digest_size=16).hexdigest()
+
+
+def line_digests_at(run_dir: AnyPath, step: int) -> list[tuple[int, str]]:
+    """Returns position and `line_digest` of each line of a step in `metrics.jsonl`; usually there is one."""
+    lines = [(line, parse_line(line)) for line in read_lines(run_dir / METRICS_FILE)]
+    return [
+        (record["samples_seen"], line_digest(line))
+        for line, record in lines
+        if record and record["step"] == step and not wrong_field(record)
+    ]
 
 
 def update_seconds(run_dir: AnyPath, after: int) -> dict[int, UpdateSeconds]:

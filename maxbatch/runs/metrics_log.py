@@ -8,7 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 
-from maxbatch.runs.metrics import METRICS_FILE, Record, parse_line, read_lines, wrong_field
+from maxbatch.runs.metrics import METRICS_FILE, Record, line_digest, parse_line, read_lines, wrong_field
 from maxbatch.runs.metrics_schema import Metric
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.system.appending import open_appender
@@ -18,10 +18,14 @@ class StepLog:
     """A file of JSON lines that each belong to an update.
 
     Opening it drops the lines after `step`, whose updates are trained again, and lines that cannot be read.
+
+    Attributes:
+      last_digest: `line_digest` of the last appended line; None before the first.
     """
 
     def __init__(self, folder: RunFolder, name: str, step: int) -> None:
         self._path = folder.path / name
+        self.last_digest: str | None = None
         old = read_lines(self._path)
         kept = self._kept(old, step)
         self._file = open_appender(self._path, b"".join(kept), found=b"".join(old))
@@ -34,6 +38,7 @@ class StepLog:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in record.items()}
         line = (json.dumps(finite, allow_nan=False) + "\n").encode()
         self._file.append(line)
+        self.last_digest = line_digest(line)
 
     def sync(self) -> None:
         """Waits until every line so far is on disk, or in the store."""

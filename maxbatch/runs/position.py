@@ -87,6 +87,7 @@ class CheckpointRecord(NamedTuple):
     ahead: str | None = None  # a hash of its state for the batches ahead; None: it has none
     run_id: str | None = None  # of the run that wrote it; None in a checkpoint made before runs had ids
     origin: Origin | None = None  # the source of its run's parameters; None in older checkpoints
+    line: str | None = None  # of a local checkpoint: `line_digest` of its line in metrics.jsonl; None in older ones
 
     @property
     def old_base(self) -> str | None:
@@ -120,18 +121,18 @@ class CheckpointRecord(NamedTuple):
         noise, planned = NoiseScale(trace, square, mass), None if planned is None else _whole(planned)
         position = Position(step, samples_seen, skipped, in_a_row, noise, weightless, best, planned)
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
-        ahead, run_id = saved.get("ahead"), saved.get("run_id")
+        ahead, run_id, line = (saved.get(name) for name in ("ahead", "run_id", "line"))
         if not (
             in_a_row <= skipped <= step - weightless
             and 1 <= num_loading_hosts <= num_hosts
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
-            and all(isinstance(text, str | None) for text in (ahead, run_id))
+            and all(isinstance(text, str | None) for text in (ahead, run_id, line))
         ):
             raise ValueError("out of range")
         hosts, parameters = (num_hosts, num_loading_hosts), _parameters(saved.get("parameters"))
         average = _parameters(saved.get("average"))
         checksum, origin = _word(saved["checksum"]), _origin(saved.get("origin"))
-        return cls(position, saved["identity"], checksum, hosts, parameters, average, ahead, run_id, origin)
+        return cls(position, saved["identity"], checksum, hosts, parameters, average, ahead, run_id, origin, line)
 
 
 class DamagedError(Exception):
@@ -158,7 +159,7 @@ def read_record(checkpoint: AnyPath) -> CheckpointRecord:
     except (ValueError, KeyError, TypeError, AttributeError):
         raise DamagedError("its JSON is not a checkpoint's") from None
     step = record.position.step
-    is_in_run = checkpoint.parent.name == "checkpoints" and _is_step(checkpoint.name)
+    is_in_run = checkpoint.parent.name == "checkpoints" and is_step(checkpoint.name)
     if is_in_run and step != int(checkpoint.name):
         raise DamagedError(f"it states step {step}")
     if own is None and is_in_run:
@@ -180,7 +181,7 @@ def committed_steps(run_dir: AnyPath) -> list[int]:
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError):
         names = subfolders(folder)
-    steps = sorted(map(int, filter(_is_step, names)), reverse=True)
+    steps = sorted(map(int, filter(is_step, names)), reverse=True)
     return [step for step in steps if is_committed(folder / str(step))]
 
 
@@ -201,7 +202,8 @@ def _saved(path: AnyPath) -> Any:
     return None
 
 
-def _is_step(name: str) -> bool:
+def is_step(name: str) -> bool:
+    """Returns whether a name is a step's, as that of a checkpoint's folder."""
     return re.fullmatch("0|[1-9][0-9]*", name) is not None
 
 

@@ -9,6 +9,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path, PurePosixPath
 
+from maxbatch.runs.best_checkpoint import BEST
+from maxbatch.runs.devices import DEVICES_FILE
+from maxbatch.runs.foreign import is_own, refuse_foreign
 from maxbatch.runs.json_file import write_json
 from maxbatch.runs.metrics import METRICS_FILE
 from maxbatch.runs.outcome import OUTCOME_FILE, RecordedOutcome, Status, write_outcome
@@ -17,7 +20,7 @@ from maxbatch.runs.run_id import RUN_FILE, RunIdentity, read_identity
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, DivergedError, TrainingError, writing
 from maxbatch.system.leases import LOCK_FILE, Hold, hold_folder
-from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe
+from maxbatch.system.storage import AnyPath, as_path, is_misplaced, probe, remove_tree
 
 CRITICAL_BATCH_FILE = PurePosixPath("critical-batch", "critical_batch.json")  # of a run that was measured
 SESSIONS_FILE = "sessions.jsonl"
@@ -33,6 +36,8 @@ _FILES = (
     "answers.jsonl",
     "reference.bin",
 )
+TRACKERS_FILE = "trackers.json"  # the run's ids at the loggers
+_KEPT_ANEW = (LOCK_FILE, RUN_FILE)  # by `overwrite_run`: the hold of this start, and the id, which is written anew
 _LOOK_S = 0.2
 _INSTEAD = "wait for it, or give another run_dir"
 _FOLDERS = ("checkpoints", "checkpoints-damaged")
@@ -45,14 +50,16 @@ class RunFolder:
     object store expires. A refused start removes the folder that it made.
 
     Attributes:
+      run_dir: the path of the folder as stated, for messages.
       identity: the id of the run, made with the folder; the other hosts get it from `join`.
 
     Raises:
-      ConfigError: the folder cannot be made, another process trains in it, or something in it is of the wrong kind.
+      ConfigError: the folder cannot be made, another process trains in it, something in it is of the wrong kind, or its
+        `checkpoints/` holds another program's.
     """
 
     def __init__(self, run_dir: str, writes: bool = True) -> None:
-        self.path: AnyPath = as_path(run_dir)
+        self.run_dir, self.path = run_dir, as_path(run_dir)
         self._is_new = self._made_identity = False
         self.identity: RunIdentity | None = None
         self._hold = self._taken(run_dir) if writes else None
@@ -75,6 +82,7 @@ class RunFolder:
 
     def _taken(self, run_dir: str) -> Hold:
         named = f"run_dir={run_dir}"
+        refuse_foreign(run_dir)
         with writing(named, "give another folder"):
             self._is_new = isinstance(self.path, Path) and not self.path.exists()
             self.path.mkdir(parents=True, exist_ok=True)
@@ -122,6 +130,42 @@ class RunFolder:
                 return False
             time.sleep(_LOOK_S)
         return True
+
+    def discard_run(self) -> None:
+        """Removes the run's own checkpoints and lines, then gives the folder the id of a new run.
+
+        A checkpoint that states another run's id stays. The id comes last, so that a start after a kill in between is
+        refused like this one was, and removes the rest.
+        """
+        assert self.identity is not None, "the host that writes knows its run"
+        for step in committed_steps(self.path):
+            checkpoint = self.path / "checkpoints" / str(step)
+            if is_own(checkpoint) and self._may_be_of_this_run(checkpoint):
+                remove_tree(checkpoint)
+        if (best := self.path / "checkpoints" / BEST).is_file():
+            best.unlink()
+        for name in (*_FILES, DEVICES_FILE, TRACKERS_FILE):
+            if name not in _KEPT_ANEW:
+                (self.path / name).unlink(missing_ok=True)
+        self.identity = self._write_identity(RunIdentity.new(is_older=False))
+
+    def keep_lines(self) -> None:
+        """Copies the run's lines beside its damaged checkpoints, because the run begins anew without one."""
+        name, lines = f"checkpoints-damaged/{METRICS_FILE}", self.path / METRICS_FILE
+        if not lines.is_file():
+            return
+        while (self.path / name).exists():
+            name += "+"
+        (self.path / name).parent.mkdir(exist_ok=True)
+        self.write(name, lines.read_bytes())
+
+    def _may_be_of_this_run(self, checkpoint: AnyPath) -> bool:
+        """Returns whether a checkpoint bears this run's id, or is damaged, so that none can be read."""
+        assert self.identity is not None, "the host that writes knows its run"
+        try:
+            return self.identity.wrote(read_record(checkpoint).run_id)
+        except DamagedError:
+            return True
 
     def _check_kinds(self, run_dir: str) -> None:
         for name in (*_FILES, *_FOLDERS):

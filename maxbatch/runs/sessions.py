@@ -29,6 +29,7 @@ _PERIOD_S = 5.0
 _END_WAIT_S = 5.0
 # Larger than in any run; a line with more is damaged.
 _MOST_STEPS, _MOST_UPDATES_PER_SECOND, _LATEST = 1 << 40, 10_000, 1e11
+UNKNOWN_STEP = -1  # of the newest checkpoint of a session whose line does not state it
 
 
 class TimePart(StrEnum):
@@ -59,13 +60,18 @@ class Session(NamedTuple):
     ended_by: str | None = None
     versions: dict[str, str] | None = None  # of maxbatch, Python, JAX and its compilers; None in older lines
     command: str | None = None  # None in older lines
+    # The newest checkpoint in run_dir that it resumed from or committed; None: there is none.
+    saved_step: int | None = UNKNOWN_STEP
 
     def to_json(self) -> dict[str, object]:
         """Returns the object of its line; times to the millisecond."""
         rounded = {name: round(value, 3) for name, value in self.seconds.items()}
         times = {"started": round(self.started, 3), "ended": round(self.ended, 3)}
         facts = {"ended_by": self.ended_by, "versions": self.versions, "command": self.command}
-        return {**times, **facts, **self._asdict(), **times, "seconds": rounded}
+        line = {**times, **facts, **self._asdict(), **times, "seconds": rounded}
+        if self.saved_step == UNKNOWN_STEP:
+            line.pop("saved_step")
+        return line
 
     @property
     def goodput(self) -> float | None:
@@ -102,7 +108,11 @@ def _parse(line: bytes) -> Session | None:
         later = checked({name: found.get(name) for name in _LATER_SHAPE}, _LATER_SHAPE)
         if later["versions"] is not None:
             checked(later["versions"], {str: str}, "versions")
-        session = Session(**{name: found[name] for name in _SHAPE} | later | {"seconds": seconds})
+        saved = found.get("saved_step", UNKNOWN_STEP)
+        if saved != UNKNOWN_STEP:
+            checked(saved, int | None)
+        named = {name: found[name] for name in _SHAPE} | later
+        session = Session(**named | {"seconds": seconds, "saved_step": saved})
         return session if _is_possible(session) else None
     except (ValueError, TypeError, OverflowError, RecursionError):
         return None
@@ -117,6 +127,7 @@ def _is_possible(session: Session) -> bool:
         and max(session.hosts, session.devices) <= _MOST_STEPS
         and 1 <= first <= _MOST_STEPS
         and (last is None or first - 1 <= last)
+        and UNKNOWN_STEP <= (session.saved_step or 0) <= _MOST_STEPS
         and (last or 0) - first < _MOST_UPDATES_PER_SECOND * (1 + max(0.0, session.ended - session.started))
     )
 
@@ -130,6 +141,20 @@ def goodput(seconds: Mapping[str, float]) -> float | None:
     """Returns the share of the wall time spent on updates that are kept; None without any time."""
     total = sum(seconds.values())
     return seconds[TimePart.UPDATES_KEPT] / total if total else None
+
+
+def saved_of(sessions: Sequence[Session]) -> int | None:
+    """Returns the newest step that a run's sessions state as saved since it last began at step 0.
+
+    None: no checkpoint was saved since then. `UNKNOWN_STEP`: an older version wrote the lines, or there are none.
+    """
+    steps: list[int | None] = []
+    for session in reversed(sessions):
+        steps.append(session.saved_step)
+        if session.first_step == 1:
+            break
+    known = [step for step in steps if step is not None]
+    return max(known, default=None) if steps else UNKNOWN_STEP
 
 
 def lost_updates(sessions: Sequence[Session]) -> list[int]:
@@ -265,10 +290,11 @@ class SessionLog:
         if self._before:
             seconds[TimePart.SINCE_SESSION_BEFORE] = max(0.0, started - self._before[-1].ended)
         facts = Session(started, started, hosts, devices, None, None, seconds)
-        self._own = facts._replace(versions=versions, command=command)
+        self._own = facts._replace(versions=versions, command=command, saved_step=None)
         self._origin = time.perf_counter() - max(0.0, time.time() - started)
         self._part, self._since = TimePart.START_UP, self._origin
         self._lock = threading.Lock()
+        self._writing = threading.Lock()  # so that an older line never replaces a newer one
         self._is_withdrawn = False
         self._writer: Repeating | None = None
 
@@ -328,10 +354,21 @@ class SessionLog:
             self._settle()
             self._own = self._own.moved(self._part, part, seconds)
 
-    def stand_at(self, step: int) -> None:
-        """Records that the session continues after `step` updates; later updates count as lost."""
+    def begin_anew(self) -> None:
+        """Forgets the earlier sessions: the run that they trained was given up."""
+        self._before = self._earlier = []
         with self._lock:
-            self._own = self._own._replace(first_step=step + 1, last_step=step)
+            seconds = self._own.seconds | {TimePart.SINCE_SESSION_BEFORE: 0.0}
+            self._own = self._own._replace(seconds=seconds)
+
+    def stand_at(self, step: int, saved: int | None = None) -> None:
+        """Records that the session continues after `step` updates; later updates count as lost.
+
+        Args:
+          saved: the step of the checkpoint in `run_dir` that it resumes from; None: it resumes from none.
+        """
+        with self._lock:
+            self._own = self._own._replace(first_step=step + 1, last_step=step, saved_step=saved)
         if self._before:
             self._complete_earlier(step)
         if self._writer:
@@ -354,6 +391,13 @@ class SessionLog:
             self._settle()
             self._own = self._own.moved(TimePart.UPDATES_LOST, TimePart.UPDATES_KEPT, math.inf)._replace(last_step=step)
 
+    def saved(self, step: int) -> None:
+        """Records a committed checkpoint at once; any thread may call it."""
+        with self._lock:
+            self._own = self._own._replace(saved_step=step)
+        if self._writes:
+            self._write()
+
     def _turn_to(self, part: TimePart) -> TimePart:
         with self._lock:
             self._settle()
@@ -368,10 +412,11 @@ class SessionLog:
 
     def _write(self) -> None:
         self._folder.check()
-        with self._lock:
-            self._settle()
-            lines = self._before if self._is_withdrawn else [*self._earlier, self._own]
-        if lines:
-            self._folder.write(SESSIONS_FILE, _lines(lines))
-        else:
-            (self._folder.path / SESSIONS_FILE).unlink(missing_ok=True)
+        with self._writing:
+            with self._lock:
+                self._settle()
+                lines = self._before if self._is_withdrawn else [*self._earlier, self._own]
+            if lines:
+                self._folder.write(SESSIONS_FILE, _lines(lines))
+            else:
+                (self._folder.path / SESSIONS_FILE).unlink(missing_ok=True)

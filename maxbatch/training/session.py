@@ -21,7 +21,7 @@ from maxbatch.config.loading import dump_config
 from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.store.cache_folder import cache_folder
-from maxbatch.parallel.hosts import is_first, warn
+from maxbatch.parallel.hosts import broadcast, is_first, warn
 from maxbatch.parallel.mesh import num_slices
 from maxbatch.plan.batch import BatchPlan, Resume
 from maxbatch.plan.update_settings import UpdatePlan
@@ -30,7 +30,7 @@ from maxbatch.runs.devices import DevicesUsed, record_devices
 from maxbatch.runs.metrics import Record, read_metrics
 from maxbatch.runs.metrics_log import MetricsLog
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.runs.position import CheckpointRecord, Position
+from maxbatch.runs.position import CheckpointRecord, Position, last_saved
 from maxbatch.runs.run_folder import RunFolder
 from maxbatch.runs.sessions import SessionLog, TimePart, leave_sessions
 from maxbatch.system.command_start import command_text, take_start
@@ -49,6 +49,7 @@ from maxbatch.system.terminal import TrainingConsole
 from maxbatch.system.versions import computing_versions
 from maxbatch.system.watched_files import check_watched, watching
 from maxbatch.training.agreement import share_folder, software_of
+from maxbatch.training.beginning import check_beginning, check_same_run, last_line
 from maxbatch.training.compile.background import Background, compile_here
 from maxbatch.training.compile.cache import CompileCounter, use_persistent_cache
 from maxbatch.training.compile.flags import program_options
@@ -130,6 +131,9 @@ class RunContext:
         self.console = TrainingConsole(quiet=not is_first())
         started = take_start()
         self.folder = stack.enter_context(RunFolder(config.run_dir, writes=is_first()))
+        self.lines_cut = 0  # updates whose lines this start cuts, since no state stands for them
+        if not (config.enable_checkpointing and config.local_checkpoint_directory):  # else a local state may go on
+            self._take_folder()
         self.identity = share_folder(self.folder)
         facts = computing_versions(), command_text()
         log = SessionLog(self.folder, started, jax.process_count(), len(devices), is_first(), *facts)
@@ -144,6 +148,32 @@ class RunContext:
         """Ends the session's line and frees the folder, for a process that a signal ends before its first update."""
         leave_sessions(signal_name)
         self.folder.leave()
+
+    def _take_folder(self) -> bool:
+        """Refuses a start that would begin anew over lines that states stand for, or removes both as configured.
+
+        Returns:
+          Whether they were removed.
+        """
+
+        def look() -> tuple[bool, int]:
+            if (self.config.enable_checkpointing and last_saved(self.folder.path) is not None) or self.folder.is_fork:
+                return False, 0
+            overwrites, cut = check_beginning(self.folder, self.config.checkpoint), last_line(self.folder.path)
+            if overwrites:
+                self.folder.discard_run()
+            return overwrites, cut
+
+        overwrites, self.lines_cut = broadcast(look)
+        return bool(overwrites)
+
+    def begin_without_local_state(self) -> bool:
+        """Checks the folder as `_take_folder` does, where no local state was found; returns whether it was emptied."""
+        if not self._take_folder():
+            return False
+        self.identity = share_folder(self.folder)
+        self.sessions.begin_anew()
+        return True
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compiles a program for the devices, with the compiler's flags of the config."""
@@ -174,6 +204,11 @@ class Session(Generic[B]):
         self.checkpoints = self._open_checkpoints()
         with self._clock.during(TimePart.RESTORING):
             newest = self.checkpoints.newest() if self.checkpoints else None
+            if newest:
+                check_same_run(self.folder, newest.position.step, newest.run_id)
+            self._local = self._open_local_checkpoints()
+        if self._local and not (newest or self._local.states) and context.begin_without_local_state():
+            self.checkpoints = self._open_checkpoints()
             self._local = self._open_local_checkpoints()
         local = self._local.states[0].record if self._local and self._local.states else None
         if local and (newest is None or local.position.step >= newest.position.step):
@@ -194,9 +229,12 @@ class Session(Generic[B]):
         position = restored.position if restored else Position()
         if position != self.position:  # the newest checkpoint was damaged
             self.position, self.planned = position, opened.plan(_resume(position, hosts))
+        if self.checkpoints and self.checkpoints.has_set_aside and not restored and is_first():
+            self.folder.keep_lines()
         if self._local:
             self._local.resumed(position.step)
         self._restored = restored.state if restored else None
+        self._lines: MetricsLog | None = None  # on the first host, once the recorder is open
         start = Start(position, restored.ahead if restored else None, not restored, parameters)
         self.built = None if self.is_complete else self._build(start)
         reads = self.built.reads if self.built else {}
@@ -209,9 +247,11 @@ class Session(Generic[B]):
         if self.is_complete:
             self._clock.withdraw()
         elif is_first():
-            self._clock.stand_at(self.position.step)
+            from_checkpoint = restored is not None and self._restored_from == "checkpoints"
+            self._clock.stand_at(self.position.step, self.position.step if from_checkpoint else None)
             self.folder.begin_again()
-            self.folder.write("config.yml", dump_config(self.config))
+            written = self.config.replaced({"overwrite_run": False})  # so that training from it overwrites nothing
+            self.folder.write("config.yml", dump_config(written))
             self.folder.note_session(reads, software)
             self._record_devices()
 
@@ -234,6 +274,7 @@ class Session(Generic[B]):
             self.opened.data.num_loading_hosts,
             self._context.identity.run_id,
             self.config.keep_best_checkpoint,
+            on_commit=self._clock.saved,
         )
         return self._context.stack.enter_context(closing(checkpoints))
 
@@ -395,7 +436,8 @@ class Session(Generic[B]):
 
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
-        yield MetricsLog(self.folder, step, self.position.samples_seen, warn)
+        self._lines = MetricsLog(self.folder, step, self.position.samples_seen, warn)
+        yield self._lines
         yield _KeptUpdates(self._clock)
         if "tensorboard" in self.config.log_to.split(","):
             yield Board(self.folder.path, step, warn)
@@ -484,7 +526,8 @@ class Session(Generic[B]):
         with self._clock.during(TimePart.CHECKPOINTS):
             self.folder.check()
             recorder.sync()
-            self._local.save(state, recorder.position)
+            line = broadcast(lambda: self._lines.last_digest if self._lines else None)
+            self._local.save(state, recorder.position, line)
 
     @contextlib.contextmanager
     def _naming_what_is_saved(self) -> Iterator[None]:
@@ -520,6 +563,9 @@ class Session(Generic[B]):
         own = own_parts_of(self.config.own_parts)
         of_model = f" of {own['model']}" if "model" in own else ""
         stream = f"stream {own['stream']}" if "stream" in own else self.config.dataset_type
+        if not step and self._context.lines_cut:
+            cut = counted(self._context.lines_cut, "update")
+            resumed = f", begun anew: {cut} of an earlier start are in no checkpoint"
         self.console.print(
             f"{parameters_in_words(self.planned.abstract)}{of_model} | {stream}{epoch} | {self.config.run_dir}{resumed}"
         )

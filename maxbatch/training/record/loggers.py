@@ -22,12 +22,11 @@ from maxbatch.config.values import Value
 from maxbatch.runs.json_file import read_json, write_json
 from maxbatch.runs.metrics import Record
 from maxbatch.runs.metrics_schema import Metric
-from maxbatch.runs.run_folder import RunFolder
+from maxbatch.runs.run_folder import TRACKERS_FILE, RunFolder
 from maxbatch.system.errors import ConfigError, one_line
 from maxbatch.system.storage import is_remote
 from maxbatch.training.record.recorder import Output
 
-IDS_FILE = "trackers.json"
 _FLUSH_S = 10.0
 _MOST_IN_A_CALL = 100  # MLflow's limit per call of parameters or, in tens, metrics
 _BEGIN_S, _END_S = 120.0, 30.0  # time limits to begin and to end a tracked run
@@ -63,7 +62,7 @@ def open_loggers(log_to: str, run: TrackedRun, folder: RunFolder, warn: Callable
     Raises:
       ConfigError: a tracker cannot be reached or rejects the user.
     """
-    file = folder.path / IDS_FILE
+    file = folder.path / TRACKERS_FILE
     ids: dict[str, str] = read_json(file, "remove it: the trackers then begin a new run", dict) or {}
     loggers: list[Output] = []
     for name in _stated(log_to):

@@ -29,6 +29,7 @@ from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import KeyPath, State, TreeOf
 from maxbatch.runs.best_checkpoint import find_best, names_best
+from maxbatch.runs.foreign import ITEMS
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, missing_folder
@@ -39,7 +40,6 @@ from maxbatch.training.weights.shards import read_item, read_together
 
 OWN_MODEL = "own"  # in the model's identity, in place of the keys of the config's own model
 _STEP_OF_PATH = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")  # in the name of a stored array
-_ITEMS = ("params", "opt_state", "position")
 _OF_ORBAX = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
 _GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugging Face folder (config.json)"
 
@@ -288,7 +288,7 @@ def _split_bias(params: State) -> tuple[State, State]:
 
 def is_checkpoint(folder: AnyPath) -> bool:
     """Returns whether a folder is a checkpoint, not a run folder."""
-    return any((folder / item).is_dir() for item in _ITEMS)
+    return any((folder / item).is_dir() for item in ITEMS)
 
 
 def find_checkpoint(path: str | Path) -> AnyPath:

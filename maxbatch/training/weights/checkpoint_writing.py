@@ -21,7 +21,8 @@ import jax
 from maxbatch.parallel.hosts import report_to_first
 from maxbatch.parallel.trees import Tree
 from maxbatch.runs.best_checkpoint import BEST, BestCheckpoint
-from maxbatch.runs.position import COMMITTED_FILE, is_committed
+from maxbatch.runs.foreign import is_own
+from maxbatch.runs.position import COMMITTED_FILE, is_committed, is_step
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, LeaseLost, TrainingError, one_line, writing
 from maxbatch.system.fences import BUILDING, ask
@@ -35,14 +36,20 @@ Failure = tuple[int, str, bool]  # the host, its message, and whether the input 
 
 
 def remove_unfinished(folder: AnyPath) -> None:
-    """Removes remains of other starts' saves from a run's `checkpoints/`.
+    """Removes remains of other starts' saves from a run's `checkpoints/`, and nothing of other programs.
 
     Folders of other names than steps go first, so that a suspended start cannot commit any more.
     """
     with contextlib.suppress(FileNotFoundError):
         for name in sorted(subfolders(folder), key=lambda name: not name.startswith(BUILDING)):
-            if name.startswith(BUILDING) or _OLD_UNFINISHED in name or not is_committed(folder / name):
+            if name.startswith(BUILDING) or (_is_unfinished(folder / name) and is_own(folder / name)):
                 remove_tree(folder / name)
+
+
+def _is_unfinished(folder: AnyPath) -> bool:
+    """Returns whether a folder's name is that of a checkpoint that was not committed."""
+    step, mark, _ = folder.name.partition(_OLD_UNFINISHED)
+    return is_step(step) and (bool(mark) or not is_committed(folder))
 
 
 class Save:
@@ -55,6 +62,7 @@ class Save:
       small: the content of further files, by their paths in the checkpoint.
       old: steps of checkpoints to remove once this one is committed.
       best: the new content of `checkpoints/best`; None: it stays.
+      on_commit: called with the step, before they are removed.
 
     Attributes:
       may_be_committed: whether the first host has begun to commit.
@@ -69,7 +77,9 @@ class Save:
         small: Mapping[str, bytes],
         old: list[int],
         best: BestCheckpoint | None = None,
+        on_commit: Callable[[int], None] | None = None,
     ) -> None:
+        self._on_commit = on_commit
         self._folder, self._token, self._step, self._small, self._old = folder, token, step, small, old
         self._best = best
         self._place = folder / str(step) if is_remote(folder) else self._own(step)
@@ -147,6 +157,8 @@ class Save:
             move_tree(self._place, final)
         if self._best is not None:  # names a checkpoint that is there, before and after this write
             write_atomically(self._folder / BEST, self._best.to_bytes())
+        if self._on_commit:
+            self._on_commit(self._step)
         for step in self._old:
             self._remove(step)
 

@@ -9,6 +9,7 @@ Commits are atomic. A damaged checkpoint is set aside and the previous one is us
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import secrets
@@ -98,9 +99,11 @@ class Checkpoints:
       warn: called for every checkpoint set aside.
       num_loading_hosts: hosts that load data, recorded for the next run.
       keeps_best: whether the checkpoint with the lowest eval loss is kept too.
+      on_commit: called with the step of every committed checkpoint, on a thread of the first host.
 
     Attributes:
       origin: the source of the run's first parameters, recorded in every checkpoint if known.
+      has_set_aside: whether this start found damaged checkpoints and moved them away.
     """
 
     def __init__(
@@ -112,12 +115,15 @@ class Checkpoints:
         num_loading_hosts: int = 1,
         run_id: str | None = None,
         keeps_best: bool = False,
+        on_commit: Callable[[int], None] | None = None,
     ) -> None:
         self._run_dir = run_dir.absolute()
         self._folder = self._run_dir / "checkpoints"
         self._keep, self._identity, self._warn = keep, identity, warn
         self._has_said_unhashed = False
         self._hosts, self._run_id = (jax.process_count(), num_loading_hosts), run_id
+        self._on_commit = on_commit
+        self.has_set_aside = False
         self.origin: RunOrigin | None = None
         self._checksums: Callable[[TrainState], np.ndarray] = array_checksums  # until they are compiled ahead
         self._keeps_best = keeps_best
@@ -295,18 +301,29 @@ class Checkpoints:
 
     def _set_aside(self, step: int, damage: str, resumed: int) -> None:
         def move() -> str:
-            target = self._run_dir / "checkpoints-damaged" / str(step)
-            while target.exists():
-                target = target.with_name(target.name + "+")
             with writing(self._folder):
-                target.parent.mkdir(exist_ok=True)
-                move_tree(self._folder / str(step), target)
-            return str(target)
+                beside = self._run_dir / "checkpoints-damaged"
+                beside.mkdir(exist_ok=True)
+                try:
+                    return self._move(step, beside / str(step))
+                except OSError as error:
+                    if error.errno != errno.EXDEV:
+                        raise
+                # `checkpoints/` is a mount, or a link to another disk: stay on it, under a name that is no step.
+                return self._move(step, self._folder / f"damaged-{step}")
 
+        self.has_set_aside = True
         self._warn(
             f"checkpoint {step} cannot be read ({damage}); moved to {broadcast(move)}, "
             f"training continues from step {resumed}"
         )
+
+    def _move(self, step: int, target: AnyPath) -> str:
+        """Renames a checkpoint to a new name, which it returns."""
+        while target.exists():
+            target = target.with_name(target.name + "+")
+        move_tree(self._folder / str(step), target)
+        return str(target)
 
     def save(self, state: TrainState, position: Position, ahead: bytes | None = None, is_extra: bool = False) -> None:
         """Starts a save; returns when the arrays may be overwritten, and writes files in the background.
@@ -334,7 +351,9 @@ class Checkpoints:
         best = self._best_of(position, steps, is_extra)
         old = self._old(steps, best)
         new_best = best if best != self._best else None
-        save = Save(self._folder, self._token, position.step, dict(_items(state)), small, old, new_best)
+        save = Save(
+            self._folder, self._token, position.step, dict(_items(state)), small, old, new_best, self._on_commit
+        )
         self._under_way = save, self._thread.submit(save.run)
         self._started, self._steps, self._best = position.step, set(steps) - set(old), best
 
@@ -368,8 +387,15 @@ class Checkpoints:
         old += sorted(extra - {steps[-1]})
         return [step for step in old if step in steps and not (best and step == best.step)]
 
-    def record_of(self, state: TrainState, position: Position, ahead: bytes | None = None) -> CheckpointRecord:
-        """Returns the record of a state with its checksums; all hosts must call it."""
+    def record_of(
+        self, state: TrainState, position: Position, ahead: bytes | None = None, line: str | None = None
+    ) -> CheckpointRecord:
+        """Returns the record of a state with its checksums; all hosts must call it.
+
+        Args:
+          ahead: the task's data for the batches ahead.
+          line: the `line_digest` of the state's last update, for a local checkpoint.
+        """
         sums = self._checksums(state.saved)
         parameters, average = stored_parameters(state.params, sums), None
         if state.average is not None:  # its checksums come last
@@ -378,7 +404,7 @@ class Checkpoints:
         checksum = combined(sums)
         origin = self.origin.pin if self.origin else None
         return CheckpointRecord(
-            position, self._identity, checksum, self._hosts, parameters, average, of_ahead, self._run_id, origin
+            position, self._identity, checksum, self._hosts, parameters, average, of_ahead, self._run_id, origin, line
         )
 
     def has(self, step: int) -> bool:

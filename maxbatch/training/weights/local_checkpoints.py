@@ -24,7 +24,7 @@ from jax.sharding import PartitionSpec as P
 
 from maxbatch.parallel.hosts import broadcast, gather
 from maxbatch.parallel.mesh import num_slices, slice_of
-from maxbatch.runs.metrics import samples_seen_at
+from maxbatch.runs.metrics import line_digests_at
 from maxbatch.runs.position import CheckpointRecord, DamagedError, Position
 from maxbatch.runs.run_id import RunIdentity
 from maxbatch.system.errors import reason, writing
@@ -151,9 +151,12 @@ class LocalCheckpoints:
         if name := missing_array(state.forms, set[str]().union(*state.held)):
             damaged = self._damages.get(state.step)
             return f"no host has the whole of {name}" + (f"; {damaged}" if damaged else "")
-        recorded = broadcast(partial(samples_seen_at, self._run_dir, state.step))
-        if state.record.position.samples_seen not in recorded:
+        recorded = broadcast(partial(line_digests_at, self._run_dir, state.step))
+        if state.record.position.samples_seen not in (samples_seen for samples_seen, _ in recorded):
             return "metrics.jsonl has no line of it"
+        line = state.record.line
+        if line is not None and line not in (digest for _, digest in recorded):
+            return "its updates were trained again by another start"
         return None
 
     # --- restoring ---
@@ -246,10 +249,14 @@ class LocalCheckpoints:
                 programs[form] = background.start(partial(compile_here, "second copies", lower))
             self._passing[array] = programs[form]
 
-    def save(self, state: TrainState, position: Position) -> None:
-        """Starts a save; returns when the arrays may be overwritten. `settle` waits for the files."""
+    def save(self, state: TrainState, position: Position, line: str | None) -> None:
+        """Starts a save; returns when the arrays may be overwritten. `settle` waits for the files.
+
+        Args:
+          line: the `line_digest` of the last update, by which a restart recognises it in `metrics.jsonl`.
+        """
         self.settle()
-        record = self._checkpoints.record_of(state, position)
+        record = self._checkpoints.record_of(state, position, line=line)
         leaves = jax.tree.leaves(state.saved)
         blocks = blocks_here(leaves, of_all_hosts=False)
         programs = {array: program.result() for array, program in self._passing.items()}

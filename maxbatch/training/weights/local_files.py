@@ -15,9 +15,10 @@ import numpy as np
 from maxbatch.runs.position import CheckpointRecord, DamagedError
 from maxbatch.system import bounded
 from maxbatch.system.atomic_files import writing_atomically
+from maxbatch.system.errors import reading
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path, remove_tree
-from maxbatch.training.weights.shard_files import ArrayForm, StoredArrays, index_of, read_index, write_blocks
+from maxbatch.training.weights.shard_files import DAMAGED, ArrayForm, StoredArrays, index_of, read_index, write_blocks
 
 _INDEX, _DATA, _WHOLE = "state.json", "blocks", "newest-whole"
 _MOST_DIGITS = 20  # of a step
@@ -38,7 +39,14 @@ def run_name(run_dir: AnyPath) -> str:
 def state_folders(folder: Path) -> Iterator[Path]:
     """Yields the folders of states in a run's folder, of this host and others that share the path."""
     for host in folder.glob("host-*"):
-        yield from (state for state in host.iterdir() if state.name.isdecimal())
+        with reading(host):
+            try:
+                states = [state for state in host.iterdir() if state.name.isdecimal()]
+            except OSError as error:
+                if error.errno not in DAMAGED:
+                    raise
+                continue  # a dangling link, or a file: that host has no states here
+        yield from states
 
 
 def note_whole(host: Path, step: int) -> None:
@@ -53,7 +61,8 @@ def note_whole(host: Path, step: int) -> None:
 def forget_whole(folder: Path) -> None:
     """Removes the notes of `note_whole` from a run's folder, including those of lost hosts."""
     for note in folder.glob(f"host-*/{_WHOLE}"):
-        note.unlink(missing_ok=True)
+        with contextlib.suppress(IsADirectoryError, PermissionError):  # a folder of this name is no note
+            note.unlink(missing_ok=True)
 
 
 def saved_here(directory: str, run_dir: AnyPath) -> int | None:
@@ -63,8 +72,16 @@ def saved_here(directory: str, run_dir: AnyPath) -> int | None:
     others has none.
     """
     folder = Path(str(as_path(directory))) / run_name(run_dir)
-    steps = (bounded.read_text(note, str(note), most=_MOST_DIGITS) for note in folder.glob(f"host-*/{_WHOLE}"))
+    steps = (_noted(note) for note in folder.glob(f"host-*/{_WHOLE}"))
     return max((int(step) for step in steps if step.isdecimal()), default=None)
+
+
+def _noted(note: Path) -> str:
+    """Returns the text of a note of `note_whole`; none if it is damaged, or no file."""
+    try:
+        return bounded.read_text(note, str(note), most=_MOST_DIGITS)
+    except (OSError, bounded.RefusedContent):
+        return ""
 
 
 def write_part(

@@ -183,12 +183,44 @@ def read_index(path: AnyPath) -> tuple[StoredArrays, dict[str, Any]]:
         content = bounded.read_json(path, str(path), most_bytes=_MOST_INDEX, most_values=_MOST_VALUES, finite=False)
         if content.pop("checksum") != _checksum(content):
             raise DamagedError(f"{path.name} does not match its checksum")
-        forms = tuple(ArrayForm(name, tuple(shape), dtype) for name, shape, dtype in content["arrays"])
+        forms = tuple(_form(*fields) for fields in content["arrays"])
         files = content["files"] if "files" in content else {_ONLY_FILE: content["blocks"]}
-        places = {name: Place(file, *rest) for file, blocks in files.items() for name, *rest in blocks}
+        places = {
+            name: _place(forms, file, name, *fields) for file, blocks in files.items() for name, *fields in blocks
+        }
         return StoredArrays(path.parent, forms, places, file_sizes(path.parent)), content
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, OverflowError):
         raise DamagedError(f"{path.name} cannot be read") from None
+
+
+def _form(name: object, shape: Sequence[object], dtype: object) -> ArrayForm:
+    """Returns a stored array's form; raises TypeError or ValueError for other values."""
+    if not (isinstance(name, str) and isinstance(dtype, str) and isinstance(shape, list)):
+        raise TypeError("not the form of an array")
+    if np.dtype(dtype).hasobject or np.dtype(dtype).itemsize == 0:
+        raise ValueError("not a type of numbers")
+    return ArrayForm(name, tuple(map(_count, shape)), dtype)
+
+
+def _place(forms: Sequence[ArrayForm], file: str, name: object, offset: object, checksum: object) -> Place:
+    """Returns a block's place, once the block lies in its array; raises TypeError or ValueError if it does not."""
+    if not isinstance(name, str) or "/" in file or file in ("", ".", ".."):
+        raise TypeError("not the place of a block")
+    array, spans = block_of(name)
+    if not 0 <= array < len(forms) or block_name(array, spans) != name:
+        raise ValueError("not a block of an array")
+    shape = forms[array].shape
+    if len(spans) != len(shape) or not all(
+        0 <= first < last <= size for (first, last), size in zip(spans, shape, strict=True)
+    ):
+        raise ValueError("not within its array")
+    return Place(file, _count(offset), _count(checksum))
+
+
+def _count(value: object) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 63:
+        raise ValueError("not a count")
+    return value
 
 
 def read_blocks(stored: StoredArrays, names: Iterable[str]) -> tuple[dict[str, np.ndarray], list[Exception]]:

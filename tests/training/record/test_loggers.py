@@ -16,11 +16,11 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from maxbatch import ConfigError
+from maxbatch.runs.run_folder import TRACKERS_FILE
 from maxbatch.system.storage import as_path
 from maxbatch.training.pretraining import train
 from maxbatch.training.record import loggers
 from maxbatch.training.record.board import Board
-from maxbatch.training.record.loggers import IDS_FILE
 from tests.helpers.stores import Store
 from tests.helpers.tiny import one_layer_config, read_metrics
 
@@ -69,7 +69,7 @@ def test_a_resumed_run_goes_on_as_the_same_run_of_the_tracker(tmp_path: Path, mo
     train(one_layer_config(*base, "steps=1"), ONE)
     train(one_layer_config(*base, "steps=2"), ONE)
     first, second = fake.begun
-    assert first["id"] == second["id"] == json.loads((tmp_path / "sweep/0007" / IDS_FILE).read_text())["wandb"]
+    assert first["id"] == second["id"] == json.loads((tmp_path / "sweep/0007" / TRACKERS_FILE).read_text())["wandb"]
     assert first["name"] == "sweep/0007" and first["config"]["per_device_batch_size"] == 16
     assert [step for step, _ in fake.logged] == [1, 2] and fake.finished == 2
     assert fake.logged[1][1]["loss"] == pytest.approx(read_metrics(tmp_path / "sweep/0007")[1]["loss"])

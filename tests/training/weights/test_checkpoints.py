@@ -169,6 +169,78 @@ def test_a_damaged_checkpoint_is_passed_over_for_the_one_before(saved: Saved, da
         assert newest_of(checkpoints) == (Position(3, 30), (1, 1))
 
 
+def change_the_index(index: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Changes an index and states its checksum anew."""
+    content = json.loads(index.read_text())
+    content.pop("checksum")
+    change(content)
+    index.write_text(json.dumps(content | {"checksum": shard_files._checksum(content)}))
+
+
+def first_block(content: dict[str, Any]) -> list[Any]:
+    block: list[Any] = next(iter(content["files"].values()))[0]
+    return block
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: first_block(content).__setitem__(0, "0:x"),
+        lambda content: first_block(content).__setitem__(0, "0:0-99999,0-99999"),
+        lambda content: first_block(content).__setitem__(0, "-1:0-1"),
+        lambda content: first_block(content).__setitem__(0, "999:0-1"),
+        lambda content: first_block(content).__setitem__(0, 7),
+        lambda content: first_block(content).__setitem__(1, "a text"),
+        lambda content: first_block(content).__setitem__(1, -8),
+        lambda content: first_block(content).__setitem__(1, 1 << 80),
+        lambda content: first_block(content).__setitem__(2, None),
+        lambda content: first_block(content).append(1),
+        lambda content: content["arrays"][0].__setitem__(0, ["a", "list"]),
+        lambda content: content["arrays"][0].__setitem__(1, "a text"),
+        lambda content: content["arrays"][0].__setitem__(1, [-1, 4]),
+        lambda content: content["arrays"][0].__setitem__(2, "no-such-type"),
+        lambda content: content["arrays"][0].__setitem__(2, 3),
+        lambda content: content["files"].update({"../../x.bin": content["files"].popitem()[1]}),
+        lambda content: content.update(files=[]),
+        lambda content: content.update(arrays={"a": 1}),
+    ],
+)
+def test_an_index_with_a_right_checksum_and_wrong_fields_is_damaged(
+    saved: Saved, change: Callable[[dict[str, Any]], object]
+) -> None:
+    change_the_index(saved.folder / "checkpoints" / "3" / "params" / "index.json", change)
+    with pytest.raises(ConfigError, match="3: is damaged"):
+        read_parameters(saved)
+    with saved.open() as checkpoints:
+        restored = checkpoints.restore(saved.abstract)
+    assert restored is not None and restored.position == Position(2, 20)
+    assert len(saved.warnings) == 1
+
+
+def test_a_damaged_checkpoint_on_another_disk_is_set_aside_on_that_disk(
+    saved: Saved, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    elsewhere = saved.folder.with_name("another disk")
+    (saved.folder / "checkpoints").rename(elsewhere)
+    (saved.folder / "checkpoints").symlink_to(elsewhere)
+    rename = Path.rename
+
+    def within_a_disk(path: Path, target: Path) -> Path:
+        if path.parent.resolve() != Path(target).parent.resolve():
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", within_a_disk)
+    cut_in_half(elsewhere / "3")
+    with saved.open() as checkpoints:
+        restored = checkpoints.restore(saved.abstract)
+        assert restored is not None and restored.position.step == 2
+        checkpoints.save(restored.state, Position(3, 30))
+    (warning,) = saved.warnings
+    assert f"moved to {saved.folder}/checkpoints/damaged-3" in warning and (elsewhere / "damaged-3").is_dir()
+    assert committed_steps(saved.folder) == [3, 2, 1]
+
+
 def test_where_every_checkpoint_is_damaged_there_is_none(saved: Saved) -> None:
     for step in "123":
         cut_in_half(saved.folder / "checkpoints" / step)

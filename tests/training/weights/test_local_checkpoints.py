@@ -238,6 +238,50 @@ def test_a_new_run_in_an_emptied_folder_takes_no_state_of_the_old_one(lost: Path
     assert not local_states(lost)
 
 
+@pytest.mark.runs
+def test_a_state_whose_updates_were_trained_again_elsewhere_is_not_taken(
+    lost: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Machine 2 goes on from step 5 at another rate, past the step of the state of machine 1."""
+    (disk,) = lost.glob("disk/run-*")
+    disk.rename(lost / "machine-1")
+    lose(lost, LOST_AT, "learning_rate=1e-3")
+    shutil.rmtree(disk)
+    (lost / "machine-1").rename(disk)
+    assert local_states(lost) == ["6"] and len(read_metrics(lost / "run")) == LOST_AT
+    capsys.readouterr()
+    assert restart(lost, ONE, "learning_rate=1e-3")[0] == 5
+    assert "local checkpoint 6 cannot be used (its updates were trained again" in capsys.readouterr().err
+    assert not local_states(lost)
+
+
+def dangling(host: Path) -> None:
+    host.symlink_to(host.with_name("gone"))
+
+
+def a_file(host: Path) -> None:
+    host.write_text("no folder")
+
+
+def marks_that_are_folders(host: Path) -> None:
+    for name in ("newest-whole", "9/state.json", "8/blocks-0.bin"):
+        (host / name).mkdir(parents=True)
+    (host / "7").write_text("no folder")
+
+
+def a_note_of_bytes(host: Path) -> None:
+    host.mkdir()
+    (host / "newest-whole").write_bytes(b"\xff" * 30)
+
+
+@pytest.mark.parametrize("leave", [dangling, a_file, marks_that_are_folders, a_note_of_bytes])
+def test_remains_of_a_host_that_is_gone_do_not_hide_the_whole_state(lost: Path, leave: Callable[[Path], None]) -> None:
+    (run,) = lost.glob("disk/run-*")
+    leave(run / "host-1")
+    assert saved_here(str(lost / "disk"), lost / "run") == 6
+    assert restart(lost)[0] == 6
+
+
 def test_a_state_of_another_run_that_had_the_same_run_dir_is_not_adopted(
     lost: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

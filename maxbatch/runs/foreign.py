@@ -1,0 +1,67 @@
+"""Folders of other programs in a run's `checkpoints/`, which a run never moves, renames, removes or writes to."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shlex
+
+from maxbatch.config.values import shown
+from maxbatch.runs.position import COMMITTED_FILE, is_step
+from maxbatch.system.errors import ConfigError, reading
+from maxbatch.system.storage import AnyPath, as_path, is_remote, subfolders
+
+ITEMS = ("params", "opt_state", "position")  # folders of every checkpoint of ours; a damaged one has at least one
+_OTHER_NAMES = {"average", "ahead", COMMITTED_FILE}  # of ours too; a removal may have left them alone
+_ORBAX_MARKS = ("_CHECKPOINT_METADATA", "items", "default")  # in a checkpoint that MaxText, or other code, wrote
+_MOST_RUNS = 10_000  # numbers that are tried for the name of a new folder
+
+
+def is_own(checkpoint: AnyPath) -> bool:
+    """Returns whether a folder whose name is a step is a checkpoint of ours, whole or damaged.
+
+    An empty folder counts as ours: it holds nothing of anybody else.
+    """
+    names = _names(checkpoint)
+    return any(item in names for item in ITEMS) or names <= _OTHER_NAMES
+
+
+def refuse_foreign(run_dir: str) -> None:
+    """Raises ConfigError if `checkpoints/` in a run's folder holds steps that another program wrote."""
+    folder = as_path(run_dir) / "checkpoints"
+    names: list[str] = []
+    with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        names = subfolders(folder)
+    for step in sorted(map(int, filter(is_step, names)), reverse=True):
+        with reading(folder):
+            if is_own(folder / str(step)):
+                continue
+            content = _names(folder / str(step))
+        new = f"works: run_dir={shlex.quote(new_folder(run_dir))}"
+        if content.isdisjoint(_ORBAX_MARKS):
+            raise ConfigError(
+                f"run_dir={run_dir}: checkpoints/{step} in it is not a checkpoint of maxbatch (it holds "
+                f"{shown(min(content))}), so nothing is written beside it; move it away; {new}"
+            )
+        state = shlex.quote(f"{run_dir.rstrip('/')}/checkpoints/{step}")
+        raise ConfigError(
+            f"run_dir={run_dir}: holds checkpoints of MaxText, which are never written to or moved; {new} "
+            f"load_full_state_path={state}"
+        )
+
+
+def new_folder(run_dir: str) -> str:
+    """Returns the name of a folder that is not there, beside a run's folder."""
+    names = (f"{run_dir.rstrip('/')}-{number}" for number in range(2, _MOST_RUNS))
+    return next(name for name in names if not _is_there(as_path(name)))
+
+
+def _is_there(path: AnyPath) -> bool:
+    return path.exists() if is_remote(path) else os.path.lexists(path)
+
+
+def _names(folder: AnyPath) -> set[str]:
+    """Returns the names of the entries of a folder; none if it vanishes meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        return {entry.name for entry in folder.iterdir()}
+    return set()
