@@ -33,6 +33,7 @@ def test_base_yml_shows_the_sections_their_keys_and_their_sentences_once_and_in_
     declared = [name for section in SECTIONS for name in (section.heading(), *(key.name for key in section.declared))]
     assert [match[1] or match[2] for match in shown if match] == declared
     assert {key.name: key.sentence for key in KEYS.values()} == COMMENTS
+    assert len(KEYS) <= 245
 
 
 @pytest.mark.parametrize("is_named", [True, False])
@@ -124,7 +125,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "grain_prefetch_buffer_size", "data_cache_dir",
         "use_sft", "sft_format", "sft_train_on_completion_only", "overlong",
         "enable_checkpointing", "checkpoint_period", "max_num_checkpoints_to_keep", "local_checkpoint_directory",
-        "keep_best_checkpoint", "local_checkpoint_period", "eval_interval", "eval_steps",
+        "keep_best_checkpoint", "overwrite_run", "local_checkpoint_period", "eval_interval", "eval_steps",
         "eval_samples", "eval_tasks", "eval_tasks_limit", "early_stopping_patience", "log_to", "log_period",
         "profile_steps", "generate_prompt", "peak_tflops_per_device", "compilation_cache_dir", "heartbeat_timeout_s",
         "host_wait_s", "transcript_period", "own_parts",

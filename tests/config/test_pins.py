@@ -113,4 +113,5 @@ def test_every_key_says_what_a_resume_changes_through_it() -> None:
         *(name for name, key in KEYS.items() if key.shared is not Shared.VALUE),
         "run_name", "model_name", "heartbeat_timeout_s", "host_wait_s", "dataset_type", "text_field", "record_format",
         "grain_worker_count", "grain_prefetch_buffer_size", "reward_worker_count",
+        "overwrite_run",
     }  # fmt: skip
