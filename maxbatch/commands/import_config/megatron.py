@@ -53,7 +53,9 @@ def _batch(t: Translation, _: str) -> None:
     """
     micro, batch = t.number("micro_batch_size"), t.text("global_batch_size")
     is_stated = bool(batch) or "step_batch_size_schedule" in t
-    if micro:
+    if micro and not micro.is_integer():
+        t.refuse("micro_batch_size", "a whole number of rows", is_essential=True)
+    elif micro:
         stages = int(t.settings.get("ici_pipeline_parallelism", "1"))
         in_pass = stages if is_stated else 1
         rows = plain_number(Fraction(int(micro)) * in_pass / t.replica)

@@ -35,6 +35,7 @@ _BESIDE: Mapping[str, Mapping[str, str]] = {
 }  # fmt: skip
 _DEFAULTS_OF_LORA = {"lora_r": "8", "lora_alpha": "8", "lora_dropout": "0.0"}  # PEFT's
 _MOST_NODES = 100_000
+_MOST_BITS = 10_000  # of an integer as a text of digits
 
 
 def is_python(path: Path) -> bool:
@@ -137,7 +138,11 @@ def _value(node: ast.expr, constants: Mapping[str, object]) -> object:
         pass
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
-    return f"${{{re.sub(r'[^A-Za-z0-9_]+', '_', ast.unparse(node)).strip('_')[:40] or 'VALUE'}}}"
+    try:
+        source = ast.unparse(node)
+    except RecursionError:
+        source = ""
+    return f"${{{re.sub(r'[^A-Za-z0-9_]+', '_', source).strip('_')[:40] or 'VALUE'}}}"
 
 
 def _text(value: object) -> Stated:
@@ -150,4 +155,4 @@ def _text(value: object) -> Stated:
 def _scalar(value: object) -> str:
     if isinstance(value, bool) or value is None:
         return {True: "true", False: "false", None: "null"}[value]
-    return str(value)
+    return hex(value) if isinstance(value, int) and value.bit_length() > _MOST_BITS else str(value)

@@ -54,13 +54,12 @@ def read_yaml(path: Path) -> dict[str, Stated]:
 
 
 def _read_toml(path: Path) -> dict[str, Stated]:
-    try:
-        tables = tomllib.loads(text_of(path), parse_float=str)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise ConfigError(f"{shown_path(path)}: is not TOML: {shown(str(error))}") from None
     words: dict[str, Stated] = {}
-    for word, value in _flat_table(tables):
-        state(words, word, value, shown_path(path))
+    try:
+        for word, value in _flat_table(tomllib.loads(text_of(path), parse_float=str)):
+            state(words, word, value, shown_path(path))
+    except (ValueError, RecursionError) as error:  # also numbers of too many digits
+        raise ConfigError(f"{shown_path(path)}: is not TOML: {shown(str(error))}") from None
     return words
 
 

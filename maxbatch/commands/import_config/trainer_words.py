@@ -28,7 +28,9 @@ def length(t: Translation, epochs: str) -> None:
         else:
             t.drop(epochs)
         return
-    if "max_steps" in t:
+    if "max_steps" in t and t.number("max_steps") is None:
+        t.refuse("max_steps", "a number of updates", is_essential=True)
+    elif "max_steps" in t:
         t.ignore("max_steps", "the epochs set the length")
     t.map(epochs, num_epochs=t.text(epochs))
 
@@ -99,6 +101,11 @@ def _warmup(t: Translation, whole: Callable[[float], int], most: int | None) -> 
         else:
             t.drop("warmup_ratio")
         return share
+    unread = [word for word in ("warmup_steps", "warmup_ratio") if word in t and t.number(word) is None]
+    if unread:
+        for word in unread:
+            t.refuse(word, "a number")
+        return 0.0
     share, why = min(1.0, updates or ratio), ""
     is_default = not updates and "warmup_ratio" not in t
     if share and steps:

@@ -84,8 +84,12 @@ def test_arguments_of_a_python_file_are_read_and_the_file_never_runs(tmp_path: P
 
 
 def test_an_argument_that_is_no_literal_is_refused_by_name(tmp_path: Path) -> None:
-    _, fates = imported("hf", tmp_path / "t.py", python(tmp_path, "weight_decay=args.decay, run_name=f'{os.getcwd()}'"))
-    assert fates["weight_decay"].fate == "not supported" and "args_decay" in fates["weight_decay"].says
+    more = "weight_decay=args.decay, warmup_steps=args.warmup, run_name=f'{os.getcwd()}'"
+    _, fates = imported("hf", tmp_path / "t.py", python(tmp_path, more))
+    assert fates["weight_decay"].fate == fates["warmup_steps"].fate == "not supported"
+    assert "args_decay" in fates["weight_decay"].says
+    _, fates = imported("hf", tmp_path / "t.py", "TrainingArguments(max_steps=args.steps)")
+    assert fates["max_steps"].is_essential
 
 
 @pytest.mark.parametrize(
@@ -274,3 +278,22 @@ def test_words_of_a_batch_have_a_hint(line: str, works: str) -> None:
 def test_a_typo_is_not_a_word_of_another_framework() -> None:
     with pytest.raises(ConfigError, match="unknown key lora_rnk; nearest: lora_rank"):
         load_config(overrides=["lora_rnk=4"])
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "text"),
+    [
+        ("hf", "t.py", f"TrainingArguments(max_steps=0x{'f' * 9000})"),
+        ("hf", "t.py", f"TrainingArguments(max_steps={'+'.join(['x'] * 700)}, learning_rate=1e999)"),
+        ("torchtitan", "t.toml", f"[training]\nsteps = {'9' * 9000}"),
+        ("torchtitan", "t.toml", f"{'.'.join(['a'] * 5000)} = 1"),
+        ("megatron", "m.sh", "python pretrain_gpt.py --micro-batch-size 1.5 --train-iters 10 --seq-length 128"),
+    ],
+)
+def test_odd_numbers_and_depths_are_refused_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str, file: str, text: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / file).write_text(text)
+    assert main(["import", name, file, "--skip-unsupported"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
