@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from maxbatch.data.store.chat_prompts import ChatPrompts
-from maxbatch.loaded_model import LoadedModel
+from maxbatch.loaded_model import LoadedModel, refuse_module
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.harness.tasks import Tasks, check_installed
 
@@ -50,6 +50,7 @@ def evaluate(
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
         raise ConfigError("--tasks: must name at least one task; works: --tasks hellaswag")
+    refuse_module(model)
     model = model if isinstance(model, LoadedModel) else LoadedModel(os.fspath(model))
     loaded = Tasks(names, "--tasks ", include_path, num_fewshot, limit)
     loaded.check(model)  # before anything is computed

@@ -348,10 +348,15 @@ def score(model: LoadedModel | str | os.PathLike[str], records: Sequence[str | M
     return _loaded(model).score(records)
 
 
-def _loaded(model: LoadedModel | str | os.PathLike[str]) -> LoadedModel:
+def refuse_module(model: object) -> None:
+    """Raises ConfigError for a user's own model, which has no cache and no tokenizer here."""
     if isinstance(model, nnx.Module):
         raise ConfigError(
             f"model: {code_name(model)} is a model of one's own, which has no cache and no tokenizer here; "
             "works: model(tokens, segments), which returns the logits"
         )
+
+
+def _loaded(model: LoadedModel | str | os.PathLike[str]) -> LoadedModel:
+    refuse_module(model)
     return model if isinstance(model, LoadedModel) else load_model(model)

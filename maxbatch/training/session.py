@@ -395,7 +395,7 @@ class Session(Generic[B]):
         if self.checkpoints:
             with self._naming_what_is_saved(), self._clock.during(TimePart.CHECKPOINTS):
                 self.checkpoints.close()  # wait: what we report as saved must be on disk
-        self._context.stop.signal_name = self._own_end.settle(self._fate) or self._context.stop.signal_name
+        self._context.stop.signal_name = self._own_end.settle(self._fate_of_own_end) or self._context.stop.signal_name
         if self._local and self.is_complete:
             self._local.remove()
         with self._clock.during(TimePart.EVAL):
@@ -536,6 +536,10 @@ class Session(Generic[B]):
             yield
         except (StoreRefused, StoreFailed, StoreFull, LeaseLost) as error:
             raise PassingFault(f"{error}; {self._fate}") from error
+
+    @property
+    def _fate_of_own_end(self) -> str:
+        return f"{self._fate}; the same call continues after it" if self.checkpoints else self._fate
 
     @property
     def _fate(self) -> str:

@@ -158,6 +158,9 @@ def test_the_parameters_of_an_own_model_come_back_by_its_own_paths(own_run: maxb
     jax.tree.map(np.testing.assert_array_equal, parameters, again)
     tokens = np.arange(LENGTH, dtype=np.int32)[None]
     assert model(tokens, np.ones_like(tokens)).shape == (1, LENGTH, model.table.num_embeddings)
+    for call in (maxbatch.generate, maxbatch.score, maxbatch.evaluate):
+        with pytest.raises(maxbatch.ConfigError, match=r"works: model\(tokens, segments\)"):
+            call(model, ["a"])  # type: ignore[operator]
     with pytest.raises(maxbatch.ConfigError, match="do not fit this model"):
         maxbatch.load_model(own_run.run_dir, model=lambda config, *, rngs: nnx.Linear(3, 4, rngs=rngs))
 

@@ -62,7 +62,7 @@ class OwnEnd:
         """
         self.is_reached()  # an output may have raised after the last update
         if self.error is not None and not isinstance(self.error, StopTraining):
-            self.error.add_note(f"maxbatch: {fate}; the same call continues after it")
+            self.error.add_note(f"maxbatch: {fate}")
             raise self.error
         if self._elsewhere is not None and not self._elsewhere[2]:
             host, message, _ = self._elsewhere
