@@ -36,7 +36,8 @@ from maxbatch.system.errors import ConfigError, writing
 from maxbatch.system.fences import BUILDING
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.origin import Reader
+from maxbatch.training.weights.checkpoint_reading import RemovedError, StoredCheckpoint
+from maxbatch.training.weights.origin import Reader, Source
 from maxbatch.training.weights.parameters import open_parameters, open_source, placed, this_host
 
 DTYPE_NAMES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}  # of dtypes in safetensors files
@@ -63,11 +64,21 @@ def export_model(model: str, output: str, dtype: str | None, averaged: bool = Fa
     Raises:
       ConfigError: there is no such model, its family cannot express its keys, or the output is not empty.
     """
-    target = new_folder(output)
+    target, source = new_folder(output), open_source(model, averaged, base)
+    while True:
+        try:
+            return _written(source, model, target, output, dtype)
+        except RemovedError:
+            newer = source.newer() if isinstance(source, StoredCheckpoint) else None
+            if newer is None:
+                raise
+            source = newer
+
+
+def _written(source: Source, model: str, target: AnyPath, output: str, dtype: str | None) -> str:
     imported = is_huggingface_folder(model)
     # float32 holds every value of the other types that are read.
     overrides = ["weight_dtype=float32"] if imported else []
-    source = open_source(model, averaged, base)
     config = source.config(overrides)
     if f"experts.{ROUTED_BIAS}" in FAMILIES[config.decoder_block].tensors:
         config = source.config([*overrides, f"{ROUTED_BIAS}=true"])  # one of zeros if the model has none

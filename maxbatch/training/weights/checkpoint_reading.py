@@ -30,7 +30,15 @@ from maxbatch.parallel.hosts import warn
 from maxbatch.parallel.trees import KeyPath, State, TreeOf
 from maxbatch.runs.best_checkpoint import find_best, names_best
 from maxbatch.runs.foreign import ITEMS
-from maxbatch.runs.position import CheckpointRecord, DamagedError, Origin, StoredParameter, committed_steps, read_record
+from maxbatch.runs.position import (
+    CheckpointRecord,
+    DamagedError,
+    Origin,
+    StoredParameter,
+    committed_steps,
+    is_committed,
+    read_record,
+)
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.storage import AnyPath, as_path, missing_folder
 from maxbatch.training.update.state import TrainState, average_shapes, first_average
@@ -52,6 +60,10 @@ class Adapting(NamedTuple):
     old_base: str | None  # the model's identity in old checkpoints
 
 
+class RemovedError(ConfigError):
+    """A checkpoint that its run removed after it was opened."""
+
+
 class StoredCheckpoint:
     """A checkpoint to read (`maxbatch.training.weights.origin.Source`).
 
@@ -70,12 +82,16 @@ class StoredCheckpoint:
 
     def __init__(self, path: str | Path, averaged: bool = False, base: str = "") -> None:
         self._path, self._averaged = path, averaged
+        self._base = base
         self._moved = [f"load_parameters_path={base}"] if base else []
-        self.folder = find_checkpoint(path)
-        try:
-            self.record: CheckpointRecord = read_record(self.folder)
-        except DamagedError as error:
-            raise _damaged(self.folder, str(error)) from None
+        while True:
+            self.folder = find_checkpoint(path)
+            try:
+                self.record: CheckpointRecord = read_record(self.folder)
+                break
+            except DamagedError as error:
+                if not (self._is_removed and self._names_a_run):
+                    raise _damaged(self.folder, str(error)) from None
         if averaged and self.record.average is None:
             raise ConfigError(
                 f"--averaged: {self.folder} has no average of the parameters, which a run with "
@@ -84,6 +100,22 @@ class StoredCheckpoint:
 
     def __str__(self) -> str:
         return str(self.folder)
+
+    @property
+    def _names_a_run(self) -> bool:
+        return self.folder != as_path(self._path).absolute()
+
+    @property
+    def _is_removed(self) -> bool:
+        return not (self.folder.is_dir() and is_committed(self.folder))
+
+    def newer(self) -> StoredCheckpoint | None:
+        """Returns the newest checkpoint of the named run if it has removed this one; else None."""
+        if not (self._is_removed and self._names_a_run):
+            return None
+        newest = StoredCheckpoint(self._path, self._averaged, self._base)
+        warn(f"{self.folder}: its run removed it while it was read; {newest.folder} is read instead")
+        return newest
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config of its run, with "key=value" texts over it; without them the model computes in `dtype`.
@@ -329,6 +361,11 @@ def is_of_orbax(folder: AnyPath) -> bool:
 
 
 def _damaged(folder: AnyPath, damage: str) -> ConfigError:
+    if not (folder.is_dir() and is_committed(folder)):
+        return RemovedError(
+            f"{folder}: its run removed it while it was read, since it keeps only its newest checkpoints "
+            "(max_num_checkpoints_to_keep); name a newer one, or the run's folder for the newest"
+        )
     return ConfigError(f"{folder}: is damaged ({damage}); no other checkpoint takes its place: name another to use it")
 
 

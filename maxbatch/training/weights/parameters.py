@@ -28,7 +28,7 @@ from maxbatch.parallel.trees import State
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.update.adapters import Adapters
 from maxbatch.training.update.state import abstract_model
-from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
+from maxbatch.training.weights.checkpoint_reading import RemovedError, StoredCheckpoint
 from maxbatch.training.weights.origin import Reader, RunOrigin, Source, open_origin
 
 
@@ -173,7 +173,14 @@ def restored(source: Source, config: DecoderConfig, mesh: Mesh | None = None) ->
     """
     graphdef, abstract = abstract_model(config)
     abstract = placed(abstract, mesh or jax.devices()[0])
-    return graphdef, open_parameters(source, config, abstract)(abstract)
+    while True:
+        try:
+            return graphdef, open_parameters(source, config, abstract)(abstract)
+        except RemovedError:
+            newer = source.newer() if isinstance(source, StoredCheckpoint) else None
+            if newer is None:
+                raise
+            source = newer
 
 
 def load_adapters(

@@ -21,6 +21,7 @@ import pytest
 from flax import nnx
 
 from maxbatch import ConfigError, load_config
+from maxbatch.config.loading import dump_config
 from maxbatch.parallel.mesh import make_mesh
 from maxbatch.runs.position import committed_steps
 from maxbatch.system.errors import TrainingError
@@ -28,7 +29,7 @@ from maxbatch.training.pretraining import train
 from maxbatch.training.update.state import TrainState, abstract_state, init_state
 from maxbatch.training.weights import shard_files
 from maxbatch.training.weights.checkpoints import Checkpoints, Position, model_identity
-from maxbatch.training.weights.parameters import open_parameters, open_source
+from maxbatch.training.weights.parameters import open_parameters, open_source, restored
 from tests.helpers.damage import flip_a_parameter
 from tests.helpers.tiny import read_metrics, tiny_config
 
@@ -239,6 +240,19 @@ def test_a_damaged_checkpoint_on_another_disk_is_set_aside_on_that_disk(
     (warning,) = saved.warnings
     assert f"moved to {saved.folder}/checkpoints/damaged-3" in warning and (elsewhere / "damaged-3").is_dir()
     assert committed_steps(saved.folder) == [3, 2, 1]
+
+
+def test_a_checkpoint_that_its_run_removes_while_it_is_read_gives_way_to_the_newest(
+    saved: Saved, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (saved.folder / "config.yml").write_text(dump_config(saved.config))
+    run, named = open_source(saved.folder), open_source(saved.folder / "checkpoints" / "3")
+    (saved.folder / "checkpoints" / "3").rename(saved.folder / "checkpoints" / ".building-removed")
+    _, params = restored(run, saved.config.decoder)
+    assert_equal(params, saved.state.params)
+    assert f"{saved.folder}/checkpoints/2 is read instead" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="3: its run removed it while it was read"):
+        restored(named, saved.config.decoder)
 
 
 def test_where_every_checkpoint_is_damaged_there_is_none(saved: Saved) -> None:
