@@ -1,4 +1,4 @@
-"""`maxbatch export`: writes a model as a Hugging Face folder."""
+"""`maxbatch export`: writes a model as a Hugging Face folder, or as a checkpoint of MaxText."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    model = "a run folder, one of its checkpoints, or a Hugging Face folder"
+    model = "a run folder, one of its checkpoints, a Hugging Face folder, or a MaxText checkpoint"
     parser.add_argument("model", metavar="MODEL", help=model)
     parser.add_argument("--output", required=True, metavar="DIR", help="the folder to write, new or empty")
+    form = "huggingface (default): as transformers and vLLM load it; maxtext: as MaxText does (extra maxtext)"
+    parser.add_argument("--format", choices=("huggingface", "maxtext"), default="huggingface", help=form)
     dtype = "of the tensors (those of the checkpoint)"
     parser.add_argument("--dtype", choices=_DTYPES, help=dtype)
     moved = "load_parameters_path=PATH: where the base model of a run's adapters is now, if it was moved"
@@ -35,7 +37,13 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{shown(text)}: export takes no config key but {BASE_KEY}; works: {BASE_KEY}=PATH")
     from maxbatch.huggingface.export.model import export_model
     from maxbatch.huggingface.export.peft import export_adapters
+    from maxbatch.maxtext.export import export_maxtext
 
+    if args.format == "maxtext":
+        if args.adapter:
+            raise ConfigError("--adapter: MaxText's form has no adapters alone; works: no --adapter")
+        print(printable(export_maxtext(model_of(args), args.output, args.dtype, args.averaged, base)))
+        return EXIT_DONE
     export = export_adapters if args.adapter else export_model
     print(printable(str(export(model_of(args), args.output, args.dtype, args.averaged, base))))
     return EXIT_DONE

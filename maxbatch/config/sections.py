@@ -79,7 +79,11 @@ class RunConfig(Section):
     load_parameters_path: StoragePath = key("", "start a new run from the parameters of this run folder, checkpoint, "
         'Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False, changes=_GOES_ON)
     load_full_state_path: StoragePath = key("", "start a new run from parameters and optimizer state: a new stream and "
-        "plan, step 0 (annealing)", NOTHING, warm_start=False, changes=_GOES_ON)
+        "plan, step 0 (annealing); a state of MaxText: go on with that run, from its step", NOTHING, warm_start=False,
+        changes=_GOES_ON)
+    start_samples: Quantity | None = key(None, "samples that the updates of a MaxText state in load_full_state_path "
+        "have read; null: its updates x global_batch_size", NOTHING, FROM_ZERO, "samples", maxtext=OURS,
+        warm_start=False, changes=_GOES_ON)
     own_parts: str = key("", "the parts of your own that maxbatch.train was given, such as 'model: mine.Net, stream: "
         "mine.Rows'; written by train, which refuses a config whose parts it is not given", NOTHING, maxtext=OURS,
         warm_start=False, changes="the user's own code")

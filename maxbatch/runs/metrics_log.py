@@ -51,12 +51,16 @@ class StepLog:
 class MetricsLog(StepLog):
     """`metrics.jsonl` of a run: its lines have the steps 1, 2, 3, ..., each once.
 
+    After `taken_over` updates of another trainer they begin with the next one.
+
     Lines must not contradict `samples_seen`, the position after `step`; `warn` is called once with those that do.
     """
 
-    def __init__(self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: RunFolder, step: int, samples_seen: int, warn: Callable[[str], None], taken_over: int = 0
+    ) -> None:
         self._samples_seen, self._warn = samples_seen, warn
-        self._is_fork = folder.is_fork
+        self._is_fork, self._taken_over = folder.is_fork, taken_over
         super().__init__(folder, METRICS_FILE, step)
 
     def _kept(self, lines: list[bytes], step: int) -> list[bytes]:
@@ -66,7 +70,7 @@ class MetricsLog(StepLog):
             if record and not wrong_field(record):
                 found[record["step"]].append((line, record))
         kept, sure, before = [], set(), {"step": 0, "samples_seen": 0}
-        start = min(found, default=step + 1) if self._is_fork else 1
+        start = min(found, default=step + 1) if self._is_fork else 1 + self._taken_over
         for number in sorted(number for number in found if start <= number <= step):
             sound = [one for one in found[number] if self._agrees(one[1], before, step)]
             if len(sound) == len(found[number]) == 1:

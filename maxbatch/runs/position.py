@@ -47,6 +47,7 @@ class Position(NamedTuple):
     weightless_updates: int = 0  # of the completed updates, those whose batch had no loss weight
     best_eval: BestEval = BestEval()
     samples_planned: int | None = None  # samples of its batches, where `filter_groups` reads more; None: samples_seen
+    taken_over: int = 0  # of the completed updates, those of another trainer, whose state the run began with
 
     @property
     def trained_updates(self) -> int:
@@ -119,11 +120,12 @@ class CheckpointRecord(NamedTuple):
         best = _best_eval(saved["position"].get("best_eval", BestEval()))
         planned = saved["position"].get("samples_planned")
         noise, planned = NoiseScale(trace, square, mass), None if planned is None else _whole(planned)
-        position = Position(step, samples_seen, skipped, in_a_row, noise, weightless, best, planned)
+        taken_over = _whole(saved["position"].get("taken_over", 0))
+        position = Position(step, samples_seen, skipped, in_a_row, noise, weightless, best, planned, taken_over)
         num_hosts, num_loading_hosts = map(_whole, saved["hosts"])
         ahead, run_id, line = (saved.get(name) for name in ("ahead", "run_id", "line"))
         if not (
-            in_a_row <= skipped <= step - weightless
+            in_a_row <= skipped <= step - weightless - taken_over
             and 1 <= num_loading_hosts <= num_hosts
             and all(isinstance(saved["identity"][part], dict) for part in ("data", "model"))
             and all(isinstance(text, str | None) for text in (ahead, run_id, line))

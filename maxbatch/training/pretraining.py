@@ -29,6 +29,7 @@ from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.data.stream.own import as_held_out, as_stream, held_out_of
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens
+from maxbatch.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.agreement import check_agreed
 from maxbatch.parallel.hosts import broadcast, gather, is_first, warn
@@ -74,6 +75,7 @@ from maxbatch.training.reference import (
     with_reference,
 )
 from maxbatch.training.session import Outcome, RunContext, Session
+from maxbatch.training.taking_over import state_taken_over
 from maxbatch.training.task import Dispatched, ShowText, Start, TaskData, TaskModel, check_same_data
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker
@@ -455,6 +457,8 @@ class BuiltPretraining:
         if not self.opened.context.config.load_full_state_path:
             return None
         source = self.start.parameters.origin.source()
+        if isinstance(source, MaxTextCheckpoint):
+            return state_taken_over(self.opened.context.config.model, source, self.planned.abstract)
         assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"
         return source.full_state(self.planned.abstract)
 

@@ -21,9 +21,10 @@ from maxbatch.config.loading import dump_config
 from maxbatch.config.own_parts import own_parts_of
 from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.store.cache_folder import cache_folder
+from maxbatch.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.parallel.hosts import broadcast, is_first, warn
 from maxbatch.parallel.mesh import num_slices
-from maxbatch.plan.batch import BatchPlan, Resume
+from maxbatch.plan.batch import NEW_RUN, BatchPlan, Resume
 from maxbatch.plan.update_settings import UpdatePlan
 from maxbatch.plan.view import equation, ramp_table
 from maxbatch.runs.devices import DevicesUsed, record_devices
@@ -61,14 +62,14 @@ from maxbatch.training.record.progress import RunProgress
 from maxbatch.training.record.recorder import Output, Recorder, ThroughputMeter
 from maxbatch.training.resuming import changed_reads, changed_software, changes_since
 from maxbatch.training.signals import StopRequest
+from maxbatch.training.taking_over import position_taken_over
 from maxbatch.training.task import B, Built, Opened, Running, ShowText, Start
 from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, num_parameters
-from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
 from maxbatch.training.weights.origin import RunOrigin
-from maxbatch.training.weights.parameters import FirstParameters, load_parameters, open_source
+from maxbatch.training.weights.parameters import FirstParameters, load_parameters, open_source, open_state
 
 # The activity of a run by the part that its time counts in, for a line about a wait.
 _ACTIVITIES = {
@@ -214,7 +215,8 @@ class Session(Generic[B]):
         if local and (newest is None or local.position.step >= newest.position.step):
             newest = local
         parameters = self._pin_origin(newest)
-        self.position = newest.position if newest else Position()
+        first = Position() if newest else self._first_position(parameters)
+        self.position = newest.position if newest else first
         hosts = newest.hosts if newest else (None, None)
         self.planned = opened.plan(_resume(self.position, hosts))
         for message in self.plan.warnings:
@@ -226,7 +228,7 @@ class Session(Generic[B]):
                 f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
                 "which is missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
             )
-        position = restored.position if restored else Position()
+        position = restored.position if restored else first
         if position != self.position:  # the newest checkpoint was damaged
             self.position, self.planned = position, opened.plan(_resume(position, hosts))
         if self.checkpoints and self.checkpoints.has_set_aside and not restored and is_first():
@@ -257,11 +259,31 @@ class Session(Generic[B]):
 
     def _pin_origin(self, newest: CheckpointRecord | None) -> FirstParameters:
         key, path = self.opened.source
-        open_at = StoredCheckpoint if key == "load_full_state_path" else open_source
+        open_at = open_state if key == "load_full_state_path" else open_source
         origin = RunOrigin(open_at, key, path, self.folder.path, newest)
         if self.checkpoints:
             self.checkpoints.origin = origin
         return FirstParameters(origin, self.config.model)
+
+    def _first_position(self, parameters: FirstParameters) -> Position:
+        """Returns the position that a new run begins at: 0, or where a MaxText run stood whose state it takes over."""
+        if not self.config.load_full_state_path:
+            self._refuse_start_samples()
+            return Position()
+        source = parameters.origin.source()
+        if not isinstance(source, MaxTextCheckpoint):
+            self._refuse_start_samples()
+            return Position()
+        start = self.config.start_samples
+        return position_taken_over(
+            self.config.plan, None if start is None else int(start), source, lambda: self.opened.plan(NEW_RUN).plan
+        )
+
+    def _refuse_start_samples(self) -> None:
+        if self.config.start_samples is not None:
+            raise self.config.fault(
+                "start_samples", "null unless load_full_state_path names a state of MaxText", "null"
+            )
 
     def _open_checkpoints(self) -> Checkpoints | None:
         if not self.config.enable_checkpointing:
@@ -436,7 +458,7 @@ class Session(Generic[B]):
 
     def _open_outputs(self) -> Iterator[Output]:
         step, num_stages = self.position.step, len(self.plan.manager.stages)
-        self._lines = MetricsLog(self.folder, step, self.position.samples_seen, warn)
+        self._lines = MetricsLog(self.folder, step, self.position.samples_seen, warn, self.position.taken_over)
         yield self._lines
         yield _KeptUpdates(self._clock)
         if "tensorboard" in self.config.log_to.split(","):

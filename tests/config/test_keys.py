@@ -114,7 +114,7 @@ def test_the_stream_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
 def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> None:
     assert set(KEYS) - set(names_fixing(Fixes.PROGRAM)) == {
         "run_dir", "base_output_directory", "run_name",
-        "model_name", "load_parameters_path", "load_full_state_path", "compiled_dir",
+        "model_name", "load_parameters_path", "load_full_state_path", "start_samples", "compiled_dir",
         "steps", "train_samples", "train_tokens", "num_epochs",
         "learning_rate", "learning_rate_schedule", "warmup_steps_fraction", "learning_rate_final_fraction",
         "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
@@ -137,7 +137,8 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "base_output_directory", "run_name",  # the warm start has a run_dir of its own
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
         "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
-        "load_full_state_path", "log_to", "packing_strategy", "expansion_factor_real_data", "adam_weight_decay",
+        "load_full_state_path", "start_samples", "log_to", "packing_strategy", "expansion_factor_real_data",
+        "adam_weight_decay",
         "weight_decay_timescale", "profile_steps", "use_sft", "lora_rank", "early_stopping_patience",
         "eval_tasks",
         "parameter_average_half_life",

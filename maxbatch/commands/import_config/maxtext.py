@@ -9,7 +9,7 @@ from maxbatch.commands.import_config.maxtext_data import DATA_CONDITIONS, DATA_R
 from maxbatch.commands.import_config.maxtext_defaults import follows, is_default
 from maxbatch.commands.import_config.maxtext_model import MODEL_CONDITIONS, MODEL_RULES
 from maxbatch.commands.import_config.maxtext_rl import RL_CONDITIONS, RL_RULES
-from maxbatch.commands.import_config.steps import take_orbax
+from maxbatch.commands.import_config.steps import take_checkpoint
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.loading import load_config
@@ -127,7 +127,7 @@ FORMAT = Format(
         "mesh": _mesh,
         "of_block": lambda t, word: t.rename(word, word.partition(".")[2]),
         "targets": _targets,
-        "orbax": take_orbax,
+        "checkpoint": take_checkpoint,
     },
     {
         **MODEL_CONDITIONS,

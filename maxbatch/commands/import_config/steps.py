@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shlex
 from collections.abc import Mapping, Sequence
 
 from maxbatch.commands.import_config.hub import hub_step, is_hub_name
@@ -67,26 +66,14 @@ def _plain(name: str) -> str:
     return re.sub(r"[^a-z0-9.]", "", name.lower())
 
 
-def _quoted(text: str) -> str:
-    """Quotes a text for a shell, so that its variables still expand."""
-    return f'"{text}"' if re.fullmatch(r"[^\"`\\!]*\$\{?\w[^\"`\\!]*", text) and "$(" not in text else shlex.quote(text)
-
-
-def take_orbax(t: Translation, word: str) -> None:
-    """Takes a MaxText checkpoint, through MaxText's converter to a Hugging Face folder."""
+def take_checkpoint(t: Translation, word: str) -> None:
+    """Takes a MaxText checkpoint, or a Hugging Face folder, as it is."""
     path = t.text(word)
-    if os.path.isfile(f"{path}/config.json"):
-        t.map(word, **{word: path})
+    if t.text("rope_type").startswith("llama3.1") and t.text("rope_use_scale").lower() == "false":
+        # Its queries and keys are stored interleaved, as only rope_type=llama3.1 says here.
+        t.refuse(word, "stored for rope_type=llama3.1; without rope_use_scale no key of ours says so")
         return
-    model = t.text("model_name") or "default"
-    scan = t.text("scan_layers", "true").lower()
-    folder = f"converted/{model}"
-    command = (
-        f"python -m maxtext.checkpoint_conversion.to_huggingface model_name={_quoted(model)} "
-        f"load_parameters_path={_quoted(path)} base_output_directory={_quoted(folder)} scan_layers={scan} "
-        "hardware=cpu skip_jax_distributed_system=true"
-    )
-    t.need(word, f"MaxText's checkpoints are converted by its own {command}", load_parameters_path=folder)
+    t.map(word, **{word: path})
 
 
 def take_rewards(t: Translation, word: str, file: str, functions: Sequence[str], weights: Sequence[str] = ()) -> None:

@@ -188,14 +188,13 @@ class Recorder:
         skipped, before = bool(metrics.skipped), self.position
         norm, weight, noise_parts = (float(metrics.grad_norm), float(metrics.weight), map(float, metrics.noise_parts))
         is_weightless = not skipped and not weight > 0
-        self.position = Position(
+        self.position = before._replace(
             step=update.planned.step,
             samples_seen=update.samples_seen,
             skipped_updates=before.skipped_updates + skipped,
             consecutive_skips=before.consecutive_skips + 1 if skipped else 0,
             noise_scale=before.noise_scale.after(norm, weight, update.planned.num_rows, *noise_parts),
             weightless_updates=before.weightless_updates + is_weightless,
-            best_eval=before.best_eval,
             samples_planned=update.samples_planned,
         )
 

@@ -22,6 +22,8 @@ from maxbatch.config.values import shown
 from maxbatch.huggingface.arrays.reading import HuggingFaceFolder
 from maxbatch.huggingface.folder.config_json import is_huggingface_folder
 from maxbatch.huggingface.folder.hub import folder_of
+from maxbatch.maxtext.checkpoints.folder import is_maxtext
+from maxbatch.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.parallel.absent_tpu import leave_out_absent_tpu
 from maxbatch.parallel.sharding import parameter_shardings
 from maxbatch.parallel.trees import State
@@ -34,7 +36,7 @@ from maxbatch.training.weights.origin import Reader, RunOrigin, Source, open_ori
 
 def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Source:
     """Opens the source at a path: a run folder (its newest checkpoint), `checkpoints/STEP` in it, a Hugging Face
-    folder, or a model's name on the Hugging Face hub.
+    folder, a model's name on the Hugging Face hub, or a checkpoint of MaxText.
 
     Args:
       averaged: whether to read the run's average of the parameters (`parameter_average_half_life`).
@@ -44,12 +46,29 @@ def open_source(path: str | Path, averaged: bool = False, base: str = "") -> Sou
       ConfigError: there is no source, or it has no average.
     """
     folder_of(path)  # raises for an unknown name on the hub
-    if not is_huggingface_folder(path):
+    if is_huggingface_folder(path):
+        source: Source = HuggingFaceFolder(path)
+        form = "a Hugging Face folder"
+    elif is_maxtext(path):
+        source, form = MaxTextCheckpoint(path), "a checkpoint of MaxText"
+    else:
         return StoredCheckpoint(path, averaged, base)
     if averaged:
-        raise ConfigError(f"--averaged: {shown(str(path))} is a Hugging Face folder, which has no average of its "
-                          "parameters; works: no --averaged")  # fmt: skip
-    return HuggingFaceFolder(path)
+        raise ConfigError(
+            f"--averaged: {shown(str(path))} is {form}, which has no average of its parameters; works: no --averaged"
+        )
+    return source
+
+
+def open_state(path: str | Path) -> StoredCheckpoint | MaxTextCheckpoint:
+    """Opens the parameters and the optimizer's state at a path: a run folder, its `checkpoints/STEP`, or MaxText's.
+
+    Raises:
+      ConfigError: there is none.
+    """
+    if is_maxtext(path):
+        return MaxTextCheckpoint(path, "load_full_state_path")
+    return StoredCheckpoint(path)
 
 
 def open_parameters(source: Source, config: ModelConfig, abstract_params: State) -> Reader:

@@ -114,7 +114,6 @@ def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
         ("maxtext", f"{SYNTHETIC}decoder_block: deepseek\n"),
         ("maxtext", f"{SYNTHETIC}model_name: nobodys-7b\n"),
         ("maxtext", f"{SYNTHETIC}use_multimodal: true\n"),
-        ("maxtext", f"{SYNTHETIC}load_full_state_path: gs://b/0/items\n"),
         ("maxtext", f"{SYNTHETIC}teacher_overrides: {{model_name: llama3-8b}}\n"),
         ("maxtext", f"{SYNTHETIC}lora: {{enable_lora: true, lora_rank: 4, lora_alpha: 8.0, lora_restore_path: a}}\n"),
         ("maxtext", f"{SYNTHETIC}of_another: {{steps: 5}}\n"),
@@ -137,9 +136,7 @@ def test_a_word_that_states_what_is_trained_is_never_left_out(
     assert "although they state" in capsys.readouterr().err and not (folder / "maxbatch.yml").exists()
 
 
-def test_a_name_on_the_hub_and_a_checkpoint_of_maxtext_are_shown_with_the_step_they_need(
-    folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_names_on_the_hub_are_shown_with_the_step_they_need(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = (
         "dataset_type: hf\nhf_path: someone/texts\nmodel_name: llama2-7b\nscan_layers: false\n"
         "tokenizer_type: huggingface\ntokenizer_path: someone/llama\nload_parameters_path: gs://b/run/0/items\n"
@@ -148,12 +145,10 @@ def test_a_name_on_the_hub_and_a_checkpoint_of_maxtext_are_shown_with_the_step_t
     assert main(["import", "maxtext", "m.yml"]) == 0
     captured = capsys.readouterr()
     rows = {line.split()[2]: line for line in captured.out.splitlines() if line.startswith("needs you")}
-    assert set(rows) == {"hf_path", "tokenizer_path", "load_parameters_path"}
+    assert set(rows) == {"hf_path", "tokenizer_path"}
     assert "pip install huggingface_hub, or hf download someone/llama" in rows["tokenizer_path"]
     assert "--repo-type dataset someone/texts" in rows["hf_path"]
-    converter = "python -m maxtext.checkpoint_conversion.to_huggingface model_name=llama2-7b"
-    assert f"{converter} load_parameters_path=gs://b/run/0/items" in rows["load_parameters_path"]
-    assert "scan_layers=false" in rows["load_parameters_path"] and "3 of the words need a step" in captured.err
+    assert "2 of the words need a step" in captured.err
     assert main(["plan", "maxbatch.yml", "--devices", "4"]) == 0
 
 
@@ -242,7 +237,19 @@ def test_a_models_file_is_found_beside_the_config_that_a_command_names(folder: P
     (folder / "here").mkdir()
     config, fates = imported("maxtext", folder / "here" / "run.sh", command)
     assert config.base_emb_dim == 512 and fates["model_name"].fate == "ignored"
-    assert "to_huggingface model_name=mine-1b " in fates["load_parameters_path"].says
+    assert config.load_parameters_path == "gs://b/0/items"
+
+
+@pytest.mark.parametrize("key", ["load_parameters_path", "load_full_state_path"])
+def test_a_checkpoint_of_maxtext_is_taken_as_it_is(folder: Path, key: str) -> None:
+    config, fates = imported("maxtext", folder / "m.yml", f"{SYNTHETIC}{key}: gs://b/run/checkpoints/4/items\n")
+    assert config[key] == "gs://b/run/checkpoints/4/items" and fates[key].fate == "mapped"
+
+
+def test_a_checkpoint_whose_interleaving_no_key_states_is_refused(folder: Path) -> None:
+    text = f"{SYNTHETIC}rope_type: llama3.1\nrope_use_scale: false\nload_parameters_path: gs://b/run/0/items\n"
+    _, fates = imported("maxtext", folder / "m.yml", text)
+    assert fates["load_parameters_path"].fate == "not supported"
 
 
 @pytest.mark.parametrize(("trains_on_inputs", "only_answers"), [("false", True), ("true", False)])

@@ -1,0 +1,349 @@
+"""A MaxText checkpoint as a source of parameters and of optimizer states, sharded onto their devices."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from maxbatch.config.config import Config
+from maxbatch.config.loading import load_config
+from maxbatch.config.matrices import ROUTED_BIAS, ParameterPath
+from maxbatch.config.sections import ModelConfig
+from maxbatch.config.values import first_of
+from maxbatch.huggingface.arrays.reading import zeros_of
+from maxbatch.maxtext.checkpoints.exchange import read_shared, read_whole
+from maxbatch.maxtext.checkpoints.folder import METADATA, ItemsFolder, open_items
+from maxbatch.maxtext.checkpoints.names import LAYER_AXIS, Place, places_of
+from maxbatch.maxtext.checkpoints.stored import StoredArray, open_arrays
+from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.trees import KeyPath, State, TreeOf
+from maxbatch.system.bounded import read_bytes
+from maxbatch.system.errors import ConfigError
+from maxbatch.system.storage import AnyPath, file_sizes
+
+_PARAMETERS = "params.params."  # prefix of the parameters' names
+_MOMENTS = ("mu", "nu")  # Adam's, in MaxText's first optimizer state
+_MOST_NAMES = 3  # of arrays in a message
+_MOST_BYTES = 256 << 20  # of a file that describes arrays
+
+
+class MaxTextCheckpoint:
+    """A checkpoint of MaxText (`maxbatch.training.weights.origin.Source`): a state, or parameters alone.
+
+    Args:
+      path: a run of MaxText, for its newest checkpoint, or one of its checkpoints.
+      key: the config key that states the path, for messages.
+
+    Raises:
+      ConfigError: there is no whole checkpoint.
+    """
+
+    def __init__(self, path: str | Path, key: str = "load_parameters_path") -> None:
+        self._path = str(path)
+        self._folder: ItemsFolder = open_items(self._path, key)
+
+    def __str__(self) -> str:
+        return str(self._folder.path)
+
+    @property
+    def stated(self) -> str:
+        """The key and the path that name it, for messages."""
+        return self._folder.stated
+
+    def config(self, overrides: Sequence[str] = ()) -> Config:
+        """Returns the config that "key=value" texts state; the checkpoint itself states none of the model's keys."""
+        return load_config(overrides=[f"load_parameters_path={self._path}", *overrides])
+
+    @property
+    def identity(self) -> str:
+        """A hash of the checkpoint's description and of the names and sizes of its data files.
+
+        MaxText gives every data file a random name when it writes it, so other content has other names.
+        """
+        described = hashlib.blake2b(digest_size=16)
+        for folder in self._data_folders():
+            for name, size in sorted(file_sizes(folder).items()):
+                described.update(json.dumps([folder.name, name, size]).encode())
+        for name in (METADATA, "manifest.ocdbt"):
+            file = self._folder.path / name
+            if file.is_file():
+                described.update(read_bytes(file, str(file), _MOST_BYTES))
+        return described.hexdigest()
+
+    def identity_like(self, other: str) -> str:
+        """Returns the identity; these checkpoints have only one form."""
+        return self.identity
+
+    @property
+    def old_identity(self) -> str:
+        """The identity; no old checkpoint of ours was made from one of these."""
+        return self.identity
+
+    def _data_folders(self) -> list[AnyPath]:
+        items = self._folder.path
+        return [folder for folder in (items, items / "d") if folder.is_dir()]
+
+    @property
+    def step(self) -> int | None:
+        """The number of its folder; None without one. A folder 4 holds five updates (`updates`)."""
+        return self._folder.folder_step
+
+    def adapting(self) -> None:
+        """Returns None: it holds a whole model."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it holds an optimizer's state."""
+        return "step" in self._folder.names and any(name.startswith("opt_state.") for name in self._folder.names)
+
+    @property
+    def updates(self) -> int:
+        """The updates that its state holds.
+
+        Raises:
+          ConfigError: it holds parameters alone, or is damaged.
+        """
+        self._require_state()
+        count = int(self._scalar("step"))
+        if count < 0:
+            raise ConfigError(f"{self.stated}: its step is {count}; the checkpoint is damaged")
+        return count
+
+    def open(self, config: ModelConfig, abstract_params: State) -> Callable[[State], State]:
+        """Returns a function that reads its parameters: those of `abstract_params`, or some of them.
+
+        Routers start without a bias if the checkpoint has none.
+
+        Raises:
+          ConfigError: arrays are missing, unexpected, or of another shape than the config's.
+        """
+        places, arrays = self._checked(config, abstract_params, _PARAMETERS)
+
+        def read(part: State) -> State:
+            return self._read_tree(part, places, arrays, lambda place: (place.factor, place.offset))
+
+        return read
+
+    def read_state(
+        self, config: ModelConfig, abstract_params: State, abstract_opt_state: TreeOf
+    ) -> tuple[State, TreeOf]:
+        """Reads parameters and optimizer state onto the shardings of abstract ones.
+
+        Moments of a parameter that we store multiplied by a factor are those of a gradient divided by it.
+
+        Raises:
+          ConfigError: there is no state, or it is of another model or optimizer.
+        """
+        self._require_state()
+        params = self.open(config, abstract_params)(abstract_params)
+        moments = {name: self._moments(config, abstract_params, name) for name in _MOMENTS}
+
+        def leaf(keys: KeyPath, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+            fields = [entry.name for entry in keys if isinstance(entry, jax.tree_util.GetAttrKey)]
+            path = parameter_path(keys)
+            field = next((name for name in reversed(fields) if name != "value"), "")
+            if field in _MOMENTS and path:
+                return moments[field](path, abstract)
+            if field == "count" and not path:
+                count = self._scalar(self._first_of_optimizer("count"))
+                return jax.device_put(jnp.asarray(count, abstract.dtype), abstract.sharding)
+            if field == "last_counts_NxE":  # MaxText keeps no counts of experts
+                return zeros_of(abstract)
+            raise self._other_optimizer(f"ours has {'.'.join([field, *path])}")
+
+        opt_state = jax.tree.map_with_path(leaf, abstract_opt_state)
+        return params, opt_state
+
+    def _require_state(self) -> None:
+        if not self.has_state:
+            raise ConfigError(
+                f"{self.stated}: holds parameters alone, no optimizer state; works: load_parameters_path={self._path}"
+            )
+
+    def _other_optimizer(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.stated}: is of another optimizer ({why}); load_parameters_path takes the parameters alone"
+        )
+
+    def _first_of_optimizer(self, field: str) -> str:
+        """Returns the prefix or the name of a field of Adam's state, wherever MaxText's chain has it."""
+        for chain in ("opt_state.0.", "opt_state.1.", "opt_state."):
+            name = f"{chain}{field}"
+            if any(one == name or one.startswith(f"{name}.") for one in self._folder.names):
+                return name
+        raise self._other_optimizer(f"MaxText's has no {field}")
+
+    def _scalar(self, name: str) -> np.ndarray:
+        return open_arrays(self._folder, [name])[name].read(())
+
+    def _moments(
+        self, config: ModelConfig, abstract_params: State, field: str
+    ) -> Callable[[ParameterPath, jax.ShapeDtypeStruct], jax.Array]:
+        places, arrays = self._checked(config, abstract_params, f"{self._first_of_optimizer(field)}.params.")
+        power = -1 if field == "mu" else -2
+
+        def read(path: ParameterPath, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+            if path not in places:
+                return zeros_of(abstract)
+            place = places[path]
+            return _read(arrays, place, abstract, place.factor**power, 0.0)
+
+        return read
+
+    def _checked(
+        self, config: ModelConfig, abstract_params: State, prefix: str
+    ) -> tuple[dict[ParameterPath, Place], dict[str, StoredArray]]:
+        """Returns the places of all parameters and the arrays there, opened, whose shapes fit.
+
+        Raises:
+          ConfigError: arrays are missing, unexpected, or of another shape.
+        """
+        available = {name.removeprefix(prefix) for name in self._folder.names if name.startswith(prefix)}
+        if not available:
+            raise ConfigError(f"{self.stated}: has no arrays {prefix}*; it is not a checkpoint of MaxText's training")
+        places = places_of(config, available)
+        leaves = {parameter_path(keys): x for keys, x in jax.tree.leaves_with_path(abstract_params)}
+        missing = [path for path in leaves if path not in places and path[-1] != ROUTED_BIAS]
+        places = {path: place for path, place in places.items() if path in leaves}
+        used = {name for place in places.values() for name in place.arrays}
+        if missing:
+            names = first_of([".".join(path) for path in missing], _MOST_NAMES)
+            raise ConfigError(f"{self.stated}: does not fit this model: it has no array for {names}")
+        if unused := sorted(available - used):
+            names = first_of(unused, _MOST_NAMES)
+            raise ConfigError(f"{self.stated}: does not fit this model: nothing here takes its {names}")
+        arrays = {
+            name.removeprefix(prefix): array
+            for name, array in open_arrays(self._folder, sorted(prefix + name for name in used)).items()
+        }
+        for path, place in places.items():
+            self._check_shape(path, place, arrays, leaves[path].shape)
+        return places, arrays
+
+    def _check_shape(
+        self, path: ParameterPath, place: Place, arrays: Mapping[str, StoredArray], shape: tuple[int, ...]
+    ) -> None:
+        one_layer = shape[1:] if place.is_stacked else shape
+        if place.is_flat:
+            one_layer = (math.prod(one_layer),)
+        last: dict[str, int] = {}
+        for name, number in zip(place.arrays, place.numbers or (None,), strict=True):
+            last[name] = max(last.get(name, -1), -1 if number is None else number)
+        for name, number in last.items():
+            there = list(arrays[name].shape)
+            if number >= 0 and len(there) > LAYER_AXIS:
+                num_layers = there.pop(LAYER_AXIS)
+                if num_layers != number + 1:
+                    raise ConfigError(
+                        f"{self.stated}: does not fit this model: {name} has {num_layers} layers there, "
+                        f"{number + 1} here"
+                    )
+            if tuple(there) != one_layer:
+                raise ConfigError(
+                    f"{self.stated}: does not fit this model: {name} is {tuple(there)} there, {one_layer} here "
+                    f"({'.'.join(path)})"
+                )
+
+    def _read_tree(
+        self,
+        part: State,
+        places: Mapping[ParameterPath, Place],
+        arrays: Mapping[str, StoredArray],
+        change: Callable[[Place], tuple[float, float]],
+    ) -> State:
+        """Reads parameters, the largest first, while most memory is free."""
+        leaves = jax.tree.leaves_with_path(part)
+        read: dict[int, jax.Array] = {}
+        for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
+            keys, abstract = leaves[number]
+            path = parameter_path(keys)
+            if path in places:
+                read[number] = _read(arrays, places[path], abstract, *change(places[path]))
+            else:
+                read[number] = zeros_of(abstract)
+        whole: State = jax.tree.unflatten(jax.tree.structure(part), [read[number] for number in range(len(leaves))])
+        return whole
+
+
+def _read(
+    arrays: Mapping[str, StoredArray], place: Place, abstract: jax.ShapeDtypeStruct, factor: float, offset: float
+) -> jax.Array:
+    """Returns one parameter, or its moment: MaxText's arrays, in our order of axes, times a factor, plus an offset."""
+    names = list(dict.fromkeys(place.arrays))
+    sharding = abstract.sharding
+    assert sharding is not None
+    if sharding.is_fully_addressable:
+        here = _assembled(np, [read_whole(arrays[name]) for name in names], names, place, abstract, factor, offset)
+        # A copy, since an array of a CPU device may adopt host memory.
+        made = jax.make_array_from_callback(abstract.shape, sharding, lambda index: np.array(here[index]))
+        return made.block_until_ready()
+
+    assert isinstance(sharding, NamedSharding), "several hosts share a mesh"
+    stored = [read_shared(arrays[name], _sharding_there(arrays[name], place, abstract, sharding)) for name in names]
+    assemble = jax.jit(
+        lambda *stored: _assembled(jnp, stored, names, place, abstract, factor, offset), out_shardings=sharding
+    )
+    whole: jax.Array = assemble(*stored)
+    return whole.block_until_ready()
+
+
+def _assembled(
+    xp: ModuleType,
+    stored: Sequence[Any],
+    names: Sequence[str],
+    place: Place,
+    abstract: jax.ShapeDtypeStruct,
+    factor: float,
+    offset: float,
+) -> Any:
+    """Returns MaxText's arrays as one parameter of ours.
+
+    Args:
+      xp: numpy or jax.numpy, whose arrays `stored` are.
+      names: of `stored`.
+    """
+    if not place.is_stacked:
+        value = stored[0]
+    elif len(names) == 1 and place.numbers == tuple(range(abstract.shape[0])):
+        value = xp.moveaxis(stored[0], LAYER_AXIS, 0)
+    else:
+        by_name = dict(zip(names, stored, strict=True))
+        layers = zip(place.arrays, place.numbers, strict=True)
+        value = xp.stack([_layer(xp, by_name[name], number) for name, number in layers])
+    if place.is_flat:
+        value = value.reshape(abstract.shape)
+    if place.is_interleaved:  # columns 0, 2, 4, ... there are the first half here
+        value = xp.concatenate([value[..., 0::2], value[..., 1::2]], axis=-1)
+    if (factor, offset) != (1.0, 0.0):
+        value = value.astype(np.float32) * np.float32(factor) + np.float32(offset)
+    return value.astype(abstract.dtype)
+
+
+def _layer(xp: ModuleType, layers: Any, number: int | None) -> Any:
+    return layers if number is None else xp.take(layers, number, axis=LAYER_AXIS)
+
+
+def _sharding_there(
+    array: StoredArray, place: Place, abstract: jax.ShapeDtypeStruct, sharding: NamedSharding
+) -> NamedSharding:
+    """Returns the sharding of MaxText's array that moves least on its way to ours."""
+    if place.is_flat:  # a vector
+        return NamedSharding(sharding.mesh, P())
+    axes = [*sharding.spec, *[None] * (len(abstract.shape) - len(sharding.spec))]
+    if place.is_stacked:
+        of_layers, *axes = axes
+        if len(array.shape) > len(axes):
+            is_whole = array.shape[LAYER_AXIS] == abstract.shape[0]
+            axes.insert(LAYER_AXIS, of_layers if is_whole else None)
+    return NamedSharding(sharding.mesh, P(*axes))
