@@ -185,6 +185,18 @@ def test_a_folder_with_checkpoints_of_maxtext_is_never_written_to(
     assert {path: path.stat().st_mtime_ns for path in (folder, *folder.rglob("*"))} == before
 
 
+def test_an_import_says_that_its_run_dir_holds_checkpoints_of_maxtext(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    orbax_step(tmp_path / "runs" / "theirs", 10)
+    words = tmp_path / "theirs.yml"
+    words.write_text(f"base_output_directory: {tmp_path}/runs\nrun_name: theirs\ndataset_type: synthetic\nsteps: 9\n")
+    assert main(["import", "maxtext", str(words), "--output", str(tmp_path / "ours.yml")]) == 0
+    where = f"works: run_dir={tmp_path}/runs/theirs-2 load_full_state_path={tmp_path}/runs/theirs/checkpoints/10"
+    assert where in " ".join(capsys.readouterr().err.split())
+    assert main(["plan", str(tmp_path / "ours.yml"), f"run_dir={tmp_path}/runs/theirs-2"]) == 0, "it displaces run_name"
+
+
 @pytest.mark.runs
 def test_what_is_not_ours_in_checkpoints_is_never_touched(tmp_path: Path) -> None:
     theirs = ["checkpoint-500/model.bin", "notes.txt", "7.orbax-checkpoint-tmp/items/d", "best/pytorch_model.bin"]

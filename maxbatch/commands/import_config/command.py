@@ -52,9 +52,11 @@ from maxbatch.plan.batch import BatchPlan
 from maxbatch.plan.mesh_shape import MOST_DEVICES
 from maxbatch.plan.stages import stated_batches
 from maxbatch.plan.view import equation
+from maxbatch.runs.foreign import refuse_foreign
 from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded, folded_rows, printable, terminal_width
+from maxbatch.system.storage import is_remote
 from maxbatch.system.warning import note
 
 _WIDEST = 44  # columns of a word or a value
@@ -110,8 +112,23 @@ def run(args: argparse.Namespace) -> int:
     waits = sum(fate.fate == NEEDS_YOU for fate in translation.fates)
     if waits:
         note(f"{waits} of the words need a step of yours before maxbatch train; the table gives each")
+    _note_foreign(output)
     note(f"written to {output}; next: maxbatch plan {shlex.quote(str(output))} --devices N")
     return 0
+
+
+def _note_foreign(output: Path) -> None:
+    """Prints that the written config's `run_dir`, on this machine, holds another program's checkpoints, if it does."""
+    try:
+        run_dir = load_config(output).run_dir
+    except ConfigError:  # it waits for a step of the user's
+        return
+    if is_remote(run_dir):
+        return
+    try:
+        refuse_foreign(run_dir)
+    except ConfigError as error:
+        note(str(error))
 
 
 def translated(
