@@ -170,6 +170,13 @@ def global_head_dim(model: ModelConfig) -> int:
     return 2 * model.head_dim if FAMILIES[model.decoder_block].has_global_heads else model.head_dim
 
 
+def weight_factor(model: ModelConfig, path: ParameterPath) -> float:
+    """Returns the factor on a parameter's usual value in a model whose query weights hold the scale of scores."""
+    if not model.query_weights_scaled or path[-1] not in ("query", "query_bias"):
+        return 1.0
+    return float(model.query_pre_attn_scalar or model.head_dim) ** -0.5
+
+
 def moe_mlp_dim(model: ModelConfig) -> int:
     """Returns the hidden width of an expert."""
     return model.base_mlp_dim if model.base_moe_mlp_dim == -1 else model.base_moe_mlp_dim

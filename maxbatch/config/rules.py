@@ -14,7 +14,7 @@ from maxbatch.config.matrices import KEPT_OF_EXPERTS, OF_PEFT, global_head_dim
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
 from maxbatch.config.sections import KEYS, READY_TASKS, STORES, AllKeys, customised_tensors, names_of
-from maxbatch.config.values import Value, in_runs, in_tokens, shown, value_text
+from maxbatch.config.values import Value, in_brackets, in_runs, in_tokens, shown, value_text
 from maxbatch.system.errors import ConfigError
 
 # Reinforcement learning states its batch in prompts, by batch_size, in place of these.
@@ -214,6 +214,9 @@ def check_rules(config: AllKeys) -> None:
             raise config.fault("eval_interval", "at least 1 beside eval_tasks, which are scored at evals", 100)
     elif config.eval_tasks_limit is not None:
         raise config.fault("eval_tasks_limit", "null without eval_tasks, whose documents it counts", "null")
+    _check_optimizer(config)
+    _check_schedule(config)
+    _check_query_scale(config)
     _check_local_checkpoints(config)
     if config.lora_rank:
         _check_adapters(config)
@@ -239,6 +242,56 @@ def check_rules(config: AllKeys) -> None:
     window = re.fullmatch(r"(\d{1,18}):(\d{1,18})", config.profile_steps)
     if config.profile_steps and not (window and int(window[1]) < int(window[2])):
         raise config.fault("profile_steps", 'empty or "first:end" with first < end', "10:13")
+
+
+# Settings of some optimizers only.
+_OF_OPTIMIZERS = {
+    "adam_eps_root": ("adamw", "muon"), "mu_dtype": ("adamw", "muon"),
+    "muon_beta": ("muon",), "muon_weight_decay": ("muon",), "muon_consistent_rms": ("muon",),
+}  # fmt: skip
+
+
+def _check_optimizer(config: AllKeys) -> None:
+    """Raises ConfigError for a setting that the optimizer does not have, and for a mask of invalid patterns."""
+    for name, optimizers in _OF_OPTIMIZERS.items():
+        if config.opt_type not in optimizers and config[name] != KEYS[name].default_value:
+            rule = f"{KEYS[name].default} beside opt_type={config.opt_type}, which does not have it"
+            raise config.fault(name, rule, KEYS[name].default)
+    if config.muon_beta is not None and config.adam_b1 is None:
+        raise config.fault("muon_beta", "null beside adam_b1_half_life, which states muon's momentum too", "null")
+    for pattern in in_brackets(config.adamw_mask or ""):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            rule = f"a list of regular expressions without commas: {shown(pattern)} is none ({error})"
+            raise config.fault("adamw_mask", rule, f"[{re.escape(pattern)}]") from None
+
+
+def _check_schedule(config: AllKeys) -> None:
+    """Raises ConfigError for a schedule by updates beside settings that count samples."""
+    if config.learning_rate_schedule_by == "samples":
+        if config.learning_rate_schedule_steps != -1:
+            rule = "-1 unless learning_rate_schedule_by=updates"
+            raise config.fault("learning_rate_schedule_steps", rule, "-1")
+    elif (config.batch_size_schedule or "").startswith("seesaw"):
+        rule = "samples beside a seesaw, whose cuts are samples"
+        raise config.fault("learning_rate_schedule_by", rule, "samples")
+
+
+def _check_query_scale(config: AllKeys) -> None:
+    """Raises ConfigError for query weights that cannot hold the scale of the scores."""
+    if not config.query_weights_scaled:
+        return
+    family = FAMILIES[config.decoder_block]
+    reasons = {
+        "use_qk_norm=true, whose norm would remove the scale": config.use_qk_norm,
+        f"decoder_block={config.decoder_block}, whose queries are made of latents": family.has_latents,
+        f"decoder_block={config.decoder_block}, whose heads differ in width": family.has_global_heads,
+        "lora_rank, whose adapters would not be scaled": config.lora_rank,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise config.fault("query_weights_scaled", f"false beside {reason}", "false")
 
 
 def _check_local_checkpoints(config: AllKeys) -> None:

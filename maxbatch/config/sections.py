@@ -225,6 +225,11 @@ class RatesConfig(Section, changes="the learning rate"):
         "last rate as a share of the peak (cosine and wsd)", NOTHING, SHARE, "share of the peak")
     wsd_decay_steps_fraction: float = key(0.1,
         "share of the run's samples in wsd's linear decay", NOTHING, SHARE, "share of the run's samples")
+    learning_rate_schedule_by: Literal["samples", "updates"] = key("samples", "samples | updates: as in MaxText, the "
+        "warm-up is a whole number of updates, and the last update has the last rate", NOTHING, maxtext=OURS,
+        warm_start=False)
+    learning_rate_schedule_steps: int = key(-1, "updates: length of the schedule, with learning_rate_schedule_by="
+        "updates; the rate is 0 after it; -1: the run's", NOTHING, COUNT_OR_OFF, "updates", warm_start=False)
     learning_rate_scaling: Literal["none", "linear", "sqrt"] = key("none", "none | linear (rate x B / reference) | "
         "sqrt (rate x sqrt(B / reference)), stage by stage", NOTHING, maxtext=OURS)
     reference_batch_size: int | None = key(None,
@@ -246,8 +251,13 @@ class OptimizerConfig(Section, changes="the updates"):
     adam_b2_half_life: str | None = key(None,
         "instead of adam_b2: tokens in which the moment halves, such as 20Mt; null: adam_b2", STATE, maxtext=OURS)
     adam_eps: float = key(1e-8, "added to the root of the second moment", PROGRAM, POSITIVE)
-    adam_weight_decay: float | None = key(0.1, "decoupled, x learning rate, per update; matrices only (no norm scales)",
-        PROGRAM, FROM_ZERO, warm_start=False)
+    adam_eps_root: float = key(0, "added to the second moment, under the root", PROGRAM, FROM_ZERO)
+    mu_dtype: Literal["float32", "bfloat16"] | None = key(None,
+        "first moment of adamw and muon: float32 | bfloat16; null: weight_dtype", STATE)
+    adam_weight_decay: float | None = key(0.1, "decoupled, x learning rate, per update; of matrices, or as adamw_mask "
+        "states", PROGRAM, FROM_ZERO, warm_start=False)
+    adamw_mask: str | None = key(None, "parameters without weight decay: a list of regular expressions, searched in "
+        "their paths here and in MaxText; []: none, all decay (MaxText's default); null: all but matrices", PROGRAM)
     weight_decay_timescale: str | None = key(None, "instead of adam_weight_decay: tokens over which it averages the "
         "updates, such as 5Bt, or 1.0run", PROGRAM, maxtext=OURS, warm_start=False)
     parameter_average_half_life: str | None = key(None,
@@ -255,6 +265,11 @@ class OptimizerConfig(Section, changes="the updates"):
         STATE, maxtext=OURS, warm_start=False)
     adam_scaling: Literal["none", "sde"] = key("none", "none | sde: with sqrt, Adam's betas and epsilon follow the "
         "batch too (Malladi et al. 2022)", PROGRAM, maxtext=OURS)
+    muon_beta: float | None = key(None, "muon: momentum of matrices; null: adam_b1", PROGRAM, BELOW_ONE)
+    muon_weight_decay: float | None = key(None, "muon: weight decay of the matrices that it orthogonalises; null: "
+        "that of the others", PROGRAM, FROM_ZERO, warm_start=False)
+    muon_consistent_rms: float | None = key(0.2, "muon: root mean square of an update of matrices, before the rate; "
+        "null: it is scaled by sqrt(max(1, outputs / inputs))", PROGRAM, POSITIVE)
     gradient_clipping_threshold: float = key(1.0,
         "largest global norm of the update's gradient; 0: no clipping", PROGRAM, FROM_ZERO)
     gradient_noise_scale: bool = key(True,
@@ -311,6 +326,8 @@ class ModelConfig(Section, changes="the model's computation"):
     final_logits_soft_cap: float = key(0, "c > 0: logits s become c tanh(s / c); 0: off", MODEL, FROM_ZERO)
     query_pre_attn_scalar: float | None = key(None,
         "scores are divided by its root; null: head_dim", MODEL, POSITIVE, maxtext=OURS)
+    query_weights_scaled: bool = key(False, "true: query weights hold that division, as MaxText's do, so the optimizer "
+        "changes queries sqrt(head_dim) times as much", MODEL, maxtext=OURS)
     trainable_position_size: int = key(-1,
         "positions with a trained embedding, in place of RoPE; -1: RoPE", MODEL, COUNT_OR_OFF, "positions")
     rope_max_timescale: float = key(10000, "RoPE base (Su et al. 2021)", MODEL, POSITIVE)

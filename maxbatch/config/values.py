@@ -200,6 +200,13 @@ def _listed(text: str) -> list[str]:
     return [item.strip().strip("'\"") for item in text.strip("[]").split(",") if item.strip()]
 
 
+def in_brackets(text: str) -> list[str]:
+    """Returns the items of a list such as `[bias, norm]`; the brackets may be left out."""
+    has_brackets = text.startswith("[") and text.endswith("]")
+    items = (text[1:-1] if has_brackets else text).split(",")
+    return [item.strip().strip("'\"") for item in items if item.strip()]
+
+
 # The parsed number, or None for other text; and the nearest valid value, a text or a number.
 _Parsed = tuple[Number | None, Fraction | str | None]
 

@@ -30,6 +30,8 @@ _TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in 
     "str", "int", "float", "bool", "null", "map", "seq", "timestamp", "merge", "value"))  # fmt: skip
 # Keys that may be lists in a file: [a, b] is "a;b", [{path: a, weight: 0.7}, ...] is "a,0.7;...".
 _LISTS = frozenset(name for name, key in KEYS.items() if key.kind == "paths")
+# Keys that may be lists in a file and keep their brackets, because [] differs from null.
+_BRACKETED = frozenset({"adamw_mask"})
 # Keys that may be lists of words in a file: [a, b] is "a,b".
 _WORD_LISTS = {"mlp_activations", "attention_type", *(name for name, key in KEYS.items() if key.kind == "choices")}
 
@@ -177,6 +179,8 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
         return Entry(name, ";".join(_path_item(item, name) for item in node.value), False, where)
     if name in _WORD_LISTS and isinstance(node, yaml.SequenceNode):
         return Entry(name, ",".join(str(item.value) for item in node.value), False, where)
+    if name in _BRACKETED and isinstance(node, yaml.SequenceNode):
+        return Entry(name, f"[{','.join(str(item.value) for item in node.value)}]", False, where)
     if name == "dataset_path" and isinstance(node, yaml.MappingNode):
         return Entry(name, _in_braces(node, where), False, where)
     if name not in KEYS and not isinstance(node, yaml.ScalarNode):

@@ -231,6 +231,8 @@ class Attention(nnx.Module):
         self.epsilon = config.normalization_layer_epsilon
         self.value_norm = partial(of_unit_size, epsilon=self.epsilon) if family.has_value_norm else unchanged
         scale = config.query_pre_attn_scalar and config.query_pre_attn_scalar**-0.5
+        if config.query_weights_scaled:
+            scale = 1.0
         chunk = config.chunk_attn_window_size
         window = chunk or config.sliding_window_size
         self.scores = ScoreRules(scale, config.attn_logits_soft_cap, window, has_chunks=chunk > 0)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from maxbatch.config.families import FAMILIES
-from maxbatch.config.matrices import Parameter, ParameterPath, parameters
+from maxbatch.config.matrices import Parameter, ParameterPath, parameters, weight_factor
 from maxbatch.config.sections import ModelConfig
 from maxbatch.parallel.trees import KeyPath
 
@@ -34,6 +34,8 @@ def add_parameters(module: nnx.Module, config: ModelConfig, *names: str, rngs: n
     for row in parameters(config):
         if row.name in names or row.module in names:
             value = _first_value(config, row, rngs)
+            if (factor := weight_factor(config, row.path)) != 1.0:
+                value = value * factor
             value = value if row.is_float32 else value.astype(config.weight_dtype)
             setattr(module, row.path[-1], nnx.Param(value, logical_axes=row.axes))
 

@@ -1,5 +1,7 @@
 """The learning rate as a function of samples seen, so that a batch ramp does not distort it.
 
+With `learning_rate_schedule_by=updates` it is a function of the updates that are complete at that position.
+
 Without a ramp it is the usual schedule per step (optax.warmup_cosine_decay_schedule and its like): step k is
 `samples_seen` = k x B. Pure Python: one float per step, computed on the host.
 """
@@ -12,7 +14,7 @@ from maxbatch.config.combined import PlanConfig
 from maxbatch.config.config import Config, as_plan
 from maxbatch.config.sections import RatesConfig
 from maxbatch.plan.rampup import RampupBatchManager
-from maxbatch.plan.rate_shape import rate_shape, warm_up_end
+from maxbatch.plan.rate_shape import rate_shape, rate_shape_by_updates, warm_up_end
 from maxbatch.plan.refusal import Refusal
 from maxbatch.plan.seesaw import Seesaw
 
@@ -87,4 +89,7 @@ class LearningRate(NamedTuple):
         """Returns the rate over the peak of its stage, from 0 to 1."""
         if self.falls_by_stages and samples_seen >= warm_up_end(self.rates, self.total_samples):
             return 1.0
+        if self.rates.learning_rate_schedule_by == "updates":
+            total = self.manager.total_steps or 0
+            return rate_shape_by_updates(self.rates, total, self.manager.step_at(samples_seen))
         return rate_shape(self.rates, self.total_samples, samples_seen)

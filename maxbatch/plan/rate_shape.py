@@ -39,6 +39,30 @@ def rate_shape(rates: RatesConfig, total_samples: int, samples_seen: int) -> flo
     return last + (1 - last) * cosine
 
 
+def rate_shape_by_updates(rates: RatesConfig, total_updates: int, updates: int) -> float:
+    """Returns the rate over its peak after so many updates, as MaxText has it (`utils/maxtext_utils.py`, 0.2.5).
+
+    The warm-up and wsd's decay are whole numbers of updates, rounded down in double precision as there. The last update
+    has the last rate. After `learning_rate_schedule_steps` the rate is 0.
+    """
+    length = total_updates if rates.learning_rate_schedule_steps == -1 else rates.learning_rate_schedule_steps
+    last: float = rates.learning_rate_final_fraction
+    warmup = int(length * float(rates.warmup_steps_fraction))
+    if updates < warmup:
+        return updates / warmup
+    if rates.learning_rate_schedule == "constant":
+        return 1.0
+    if updates >= length:
+        return 0.0 if total_updates > length else last
+    if rates.learning_rate_schedule == "wsd":
+        decay = int(length * float(rates.wsd_decay_steps_fraction))
+        behind = updates - (length - decay)
+        return 1.0 if behind <= 0 or decay < 2 else 1 + (last - 1) * behind / (decay - 1)
+    span = length - warmup
+    share = (updates - warmup) / (span - 1) if span > 1 else 1.0
+    return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * share))
+
+
 def warm_up_end(rates: RatesConfig, total_samples: int) -> Fraction:
     """Returns the samples of the warm-up, exactly."""
     return exact(rates.warmup_steps_fraction) * total_samples

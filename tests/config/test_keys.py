@@ -79,6 +79,7 @@ def test_a_new_key_must_say_what_it_fixes() -> None:
 
 def test_the_model_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
     assert set(names_fixing(Fixes.MODEL)) == {
+        "query_weights_scaled", "mu_dtype",
         "base_emb_dim", "base_num_query_heads", "base_num_kv_heads", "head_dim", "base_mlp_dim",
         "base_num_decoder_layers", "vocab_size", "logits_via_embedding", "rope_max_timescale",
         "normalization_layer_epsilon", "weight_dtype", "init_weights_seed", "opt_type",
@@ -116,6 +117,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "run_dir", "base_output_directory", "run_name",
         "model_name", "load_parameters_path", "load_full_state_path", "start_samples", "compiled_dir",
         "steps", "train_samples", "train_tokens", "num_epochs",
+        "learning_rate_schedule_by", "learning_rate_schedule_steps",
         "learning_rate", "learning_rate_schedule", "warmup_steps_fraction", "learning_rate_final_fraction",
         "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
         "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "text_field", "record_format",
@@ -135,6 +137,7 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
     assert {key.name for key in KEYS.values() if not key.warm_start} == {
         "steps",  # set to warm_start_steps
         "base_output_directory", "run_name",  # the warm start has a run_dir of its own
+        "learning_rate_schedule_by", "learning_rate_schedule_steps", "muon_weight_decay",
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
         "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
         "load_full_state_path", "start_samples", "log_to", "packing_strategy", "expansion_factor_real_data",

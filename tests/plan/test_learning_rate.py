@@ -183,3 +183,21 @@ def test_without_a_ramp_steps_and_samples_state_the_same_rates(length: str, shap
     positions = [stated.manager.position_after(k) for k in range(steps)]
     in_samples = rate_of(f"train_samples={stated.total_samples}", *shape)
     assert [stated.at(s) for s in positions] == [in_samples.at(s) for s in positions]
+
+
+@pytest.mark.parametrize("steps", [7, 20, 33])
+def test_by_updates_the_last_update_has_the_last_rate(steps: int) -> None:
+    """MaxText's: whole updates of warm-up, then a cosine over the rest less one."""
+    rate = rate_of(f"steps={steps}", "learning_rate_schedule_by=updates", "per_device_batch_size=4")
+    warmup = int(steps * 0.1)
+    span = steps - warmup - 1
+    expected = [k / warmup for k in range(warmup)]
+    expected += [0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * k / span)) for k in range(span + 1)]
+    assert [rate.at(4 * k) / 3e-3 for k in range(steps)] == pytest.approx(expected, abs=1e-12)
+
+
+def test_by_updates_the_rate_is_0_after_the_schedules_own_length() -> None:
+    rate = rate_of("steps=10", "learning_rate_schedule_by=updates", "learning_rate_schedule_steps=6",
+                   "learning_rate_schedule=wsd", "wsd_decay_steps_fraction=0.5", "per_device_batch_size=1")  # fmt: skip
+    expected = [1, 1, 1, 1, 0.55, 0.1, 0, 0, 0, 0]
+    assert [rate.at(k) / 3e-3 for k in range(10)] == pytest.approx(expected, abs=1e-12)

@@ -16,7 +16,7 @@ from maxbatch.config.loading import load_config
 from maxbatch.config.matrices import KEPT_OF_EXPERTS
 from maxbatch.config.paths import presets
 from maxbatch.config.sections import KEYS, REMAT_TENSORS
-from maxbatch.config.values import shown
+from maxbatch.config.values import NULLS, in_brackets, shown
 from maxbatch.plan.mesh_shape import AXES, axis_key
 
 _SPARSE = (  # its models with experts
@@ -37,6 +37,16 @@ def _run_dir(t: Translation, word: str) -> None:
 
 def _unknown_schedule(t: Translation, _: str) -> None:
     t.refuse("lr_schedule_type", "cosine, wsd or constant")  # on prompts the rate is taken already
+
+
+def _decayed(t: Translation, word: str) -> None:
+    patterns = _patterns(t, word)
+    why = "all parameters decay" if not patterns else "all others decay"
+    t.map(word, why, adamw_mask=f"[{','.join(patterns)}]")
+
+
+def _patterns(t: Translation, word: str) -> list[str]:
+    return [pattern for item in t.items(word) for pattern in in_brackets(item) if pattern not in NULLS]
 
 
 def _profile(t: Translation, word: str) -> None:
@@ -122,6 +132,7 @@ FORMAT = Format(
         "run_dir": _run_dir,
         "unknown_schedule": _unknown_schedule,
         "profile": _profile,
+        "decayed": _decayed,
         "tensors": _tensors,
         "repeats": _repeats,
         "mesh": _mesh,
@@ -135,6 +146,7 @@ FORMAT = Format(
         **DATA_CONDITIONS,
         "follows": lambda _, word: follows(word),
         "is_of_run": lambda t, word: t.text(word) in ("-1", t.text("steps")),
+        "has_patterns": lambda t, word: bool(_patterns(t, word)),
         "is_weight_dtype": lambda t, word: t.text(word) == t.text("weight_dtype"),
         "is_another_policy": lambda t, word: t.text(word) not in KEYS["remat_policy"].choices,
         "is_renamed": lambda _, word: word not in ("dpo.algo", "dpo.max_prompt_length"),

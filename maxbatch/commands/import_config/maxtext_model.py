@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from maxbatch.commands.import_config.table import Condition, Rule
 from maxbatch.commands.import_config.translation import Translation
 from maxbatch.config.families import FAMILIES
+from maxbatch.config.loading import load_config
 from maxbatch.config.paths import presets
 from maxbatch.config.sections import KEYS
+from maxbatch.system.errors import ConfigError
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
@@ -104,12 +106,30 @@ def _is_cycle(t: Translation, word: str) -> bool:
     return cycle % math.lcm(max(1, experts), max(1, unrotated)) == 0
 
 
+# Families whose layers there leave the scale of scores in the query weights (`layers/attentions.py`, `depth_scaling`).
+_SCALING = ("llama2", "mistral", "mixtral", "gemma", "gemma2")
+
+
+def _scales_queries(t: Translation, _: str) -> bool:
+    """Returns whether the query weights hold 1 / sqrt(head_dim) there."""
+    names = ("model_name", "decoder_block", "use_qk_norm")
+    stated = [f"{name}={t.settings[name]}" for name in names if name in t.settings]
+    if t.settings.get("model_name", "default") not in ("default", "auto", *presets()):
+        return False
+    try:
+        model = load_config(overrides=stated).model
+    except ConfigError:  # the table refuses it by its word
+        return False
+    return model.decoder_block in _SCALING and not model.use_qk_norm and "lora_rank" not in t.settings
+
+
 MODEL_RULES: Mapping[str, Rule] = {
     "dimensions": _dimensions, "no_family": _no_family, "pattern": _pattern,
     "double_layers": _double_layers, "activations": _activations,
 }  # fmt: skip
 MODEL_CONDITIONS: Mapping[str, Condition] = {
     "is_preset": is_preset,
+    "scales_queries": _scales_queries,
     "is_own": lambda t, _: not is_preset(t, _),
     "is_read": lambda t, word: t.is_read(word),
     "is_unread": lambda t, word: not t.is_read(word),

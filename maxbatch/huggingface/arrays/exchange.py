@@ -34,10 +34,12 @@ def read_shared(stored: dict[str, StoredTensor], place: TensorPlace, abstract: j
     assert isinstance(abstract.sharding, NamedSharding)
     exchange = exchange_of(place, abstract.sharding, len(abstract.shape))
     add = adder_of(place, abstract.sharding, exchange)
+    # Values that are multiplied are rounded to the parameter's type once, afterwards, as on a single host.
+    dtype = abstract.dtype if place.layout.factor == 1.0 else np.dtype(np.float32)
     found = jax.jit(lambda: jnp.zeros(abstract.shape, abstract.dtype), out_shardings=abstract.sharding)()
     with ThreadPoolExecutor() as threads:
         for number, name in enumerate(place.names):
-            tensor_RxC = _by_rows(stored[name], place, exchange[0], abstract.dtype, threads)
+            tensor_RxC = _by_rows(stored[name], place, exchange[0], dtype, threads)
             # Of two programs in flight on CPU devices, each can hold threads that the other's collectives wait for.
             found = add(found.block_until_ready(), tensor_RxC, np.int32(number))
     whole: jax.Array = found.block_until_ready()
@@ -91,6 +93,6 @@ def adder_of(
             tensor_RxC = jax.lax.with_sharding_constraint(tensor_RxC, step)
         parameter = place.layout.to_parameter(tensor_RxC[: place.part_shape[0]], place.shape)
         numbers = jnp.arange(len(place.parts)).reshape(*place.stacked, *[1] * len(place.shape))
-        return jnp.where(numbers == number, parameter, found)
+        return jnp.where(numbers == number, parameter.astype(found.dtype), found)
 
     return jax.jit(add, donate_argnums=0, out_shardings=sharding)

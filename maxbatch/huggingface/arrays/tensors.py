@@ -18,6 +18,7 @@ from maxbatch.config.matrices import (
     axis_sizes,
     first_layer,
     possible_parameters,
+    weight_factor,
 )
 from maxbatch.config.sections import ModelConfig
 from maxbatch.huggingface.folder.safetensors import StoredTensor
@@ -43,20 +44,29 @@ class TensorLayout(NamedTuple):
     alternates: bool = False  # whether its parameters take turns along the joined axis
     heads: int = 1  # each of so many heads has its own rows of every parameter, one head after another
     is_float32: bool = False  # whether it is float32 whatever the type of the others
+    factor: float = 1.0  # of the parameter over the tensor
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Returns the shape of a parameter's part of the tensor, from the parameter's own (of one layer and expert)."""
         return tuple(math.prod(shape[axis] for axis in group) for group in self.axes)
 
     def to_parameter(self, part: Array, shape: tuple[int, ...]) -> Array:
-        """Returns a part of the tensor as a parameter of this shape; for NumPy a view."""
+        """Returns a part of the tensor as a parameter of this shape; for NumPy a view, unless it has a factor."""
         order = [axis for group in self.axes for axis in group]
-        return part.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+        parameter = part.reshape([shape[axis] for axis in order]).transpose(np.argsort(order))
+        return parameter if self.factor == 1.0 else _times(parameter, self.factor)
 
     def from_parameter(self, parameter: np.ndarray) -> np.ndarray:
         """Returns the parameter as its part of the tensor."""
         order = [axis for group in self.axes for axis in group]
-        return parameter.transpose(order).reshape(self.shape(parameter.shape))
+        tensor = parameter.transpose(order).reshape(self.shape(parameter.shape))
+        return tensor if self.factor == 1.0 else _times(tensor, 1 / self.factor)
+
+
+def _times(array: Array, factor: float) -> Array:
+    """Returns an array in float32 times a factor: rounded once more only in a shorter type."""
+    scaled: Array = array.astype(np.float32) * np.float32(factor)
+    return scaled
 
 
 def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
@@ -82,7 +92,8 @@ def layouts_of(model: ModelConfig) -> dict[ParameterPath, TensorLayout]:
         module = name.rpartition(".")[0]
         heads = next((axis for one, axis in family.by_head.items() if module.endswith(f".{one}")), None)
         num_heads = axis_sizes(model)[heads] if heads and joined else 1
-        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, alternates, num_heads, row.is_float32)
+        found[row.path] = TensorLayout(name, axes, joined, along, holds_experts, alternates, num_heads, row.is_float32,
+                                       weight_factor(model, row.path))  # fmt: skip
     return found
 
 

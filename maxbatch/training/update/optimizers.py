@@ -7,7 +7,9 @@ layer separately, although layers are stacked.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import jax
@@ -17,9 +19,11 @@ import optax.contrib
 
 from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, MATRICES
 from maxbatch.config.sections import OptimizerConfig
+from maxbatch.config.values import in_brackets
 from maxbatch.parallel.trees import KeyPath, Tree
 from maxbatch.plan.update_settings import UpdateSettings
 from maxbatch.system.errors import ConfigError
+from maxbatch.training.update.searched_paths import searched_paths
 
 
 class OptimizerMaker(Protocol):
@@ -34,9 +38,10 @@ def make_optimizer(
 ) -> optax.GradientTransformation:
     """Makes the optimizer of `opt_type`, or a user's, with one update's settings.
 
-    update = -learning_rate * (direction + adam_weight_decay * parameter), the decay on matrices only (Loshchilov and
-    Hutter 2019, https://arxiv.org/abs/1711.05101). The directions have one scale, so a learning rate for adamw is a
-    first guess for muon and adafactor; lion needs a 3 to 10 times smaller one.
+    update = -learning_rate * (direction + adam_weight_decay * parameter) (Loshchilov and Hutter 2019,
+    https://arxiv.org/abs/1711.05101). Matrices alone decay, or the parameters that `adamw_mask` leaves. The directions
+    have one scale, so a learning rate for adamw is a first guess for muon and adafactor; lion needs a 3 to 10 times
+    smaller one.
 
     Args:
       settings: the update's settings. They are not in the state, so make one optimizer inside the step for its update,
@@ -63,15 +68,26 @@ def make_optimizer(
         direction = _direction(config, config.adam_b1, config.adam_b2, has_experts)
     decay = settings.adam_weight_decay if config.adam_weight_decay is None else config.adam_weight_decay
     return _with_standard_promotion(
-        optax.chain(
-            direction,
-            optax.add_decayed_weights(decay, mask=_is_matrix),
-            optax.scale_by_learning_rate(settings.learning_rate),
-        )
+        optax.chain(direction, _decayed(config, decay), optax.scale_by_learning_rate(settings.learning_rate))
     )
 
 
 AT_REST = UpdateSettings(0.0)
+
+
+def _decayed(config: OptimizerConfig, decay: jax.typing.ArrayLike) -> optax.GradientTransformation:
+    """Adds the weight decay of each parameter; Muon's matrices may have one of their own."""
+    decays = partial(_is_decayed, config)
+    if config.opt_type != "muon" or config.muon_weight_decay is None:
+        return optax.add_decayed_weights(decay, mask=decays)
+
+    def of_muon(parameters: Tree, is_muons: bool) -> Tree:
+        return jax.tree.map(lambda a, b: a and b == is_muons, decays(parameters), _is_muons(parameters))
+
+    return optax.chain(
+        optax.add_decayed_weights(decay, mask=partial(of_muon, is_muons=False)),
+        optax.add_decayed_weights(config.muon_weight_decay, mask=partial(of_muon, is_muons=True)),
+    )
 
 
 class HalvedState(NamedTuple):
@@ -115,12 +131,6 @@ def _directed(
     if config.opt_type != "muon":
         return direction
 
-    def is_muons(parameters: Tree) -> Tree:
-        def is_leaf(numbers: object) -> bool:
-            return numbers is None or isinstance(numbers, optax.contrib.MuonDimensionNumbers)
-
-        return jax.tree.map(lambda numbers: numbers is not None, _muon_matrices(parameters), is_leaf=is_leaf)
-
     adam = _adam_after(config, halvings, total, nesterov=True)  # like Adam in optax.contrib.muon
     # Muon corrects by b1 to the power of its count; a count of updates of this length gives the product.
     count = total[0] / halvings[0] - 1.0
@@ -130,7 +140,7 @@ def _directed(
             gradients, optax.tree.set(state, count=count), parameters
         ),
     )
-    return optax.partition({True: counted, False: adam}, is_muons)
+    return optax.partition({True: counted, False: adam}, _is_muons)
 
 
 def _adam_after(
@@ -158,16 +168,21 @@ def _adam_after(
         del parameters
         mu = jax.tree.map(lambda m, g: m + new[0] * (g - m), state.mu, gradients)
         nu = jax.tree.map(lambda v, g: v + new[1] * (g * g - v), state.nu, gradients)
-        roots = jax.tree.map(lambda v: jnp.sqrt(v / known[1]) + config.adam_eps, nu)
+        roots = jax.tree.map(lambda v: _root(config, v / known[1]) + config.adam_eps, nu)
         directions = jax.tree.map(lambda m, g, root: first_moment(m, g) / root, mu, gradients, roots)
         return directions, optax.ScaleByAdamState(state.count + 1, mu, nu)
 
-    return optax.GradientTransformation(optax.scale_by_adam().init, update)
+    return optax.GradientTransformation(optax.scale_by_adam(mu_dtype=config.mu_dtype).init, update)
+
+
+def _root(config: OptimizerConfig, second_moment: jax.Array) -> jax.Array:
+    """Returns the root of a second moment, with `adam_eps_root` under it."""
+    return jnp.sqrt(second_moment + config.adam_eps_root) if config.adam_eps_root else jnp.sqrt(second_moment)
 
 
 def _adam(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Makes Adam (Kingma and Ba 2015, https://arxiv.org/abs/1412.6980): 8 bytes of state per float32 parameter."""
-    return optax.scale_by_adam(b1, b2, config.adam_eps)
+    return optax.scale_by_adam(b1, b2, config.adam_eps, config.adam_eps_root, config.mu_dtype)
 
 
 def _adam_by_sde(
@@ -180,7 +195,9 @@ def _adam_by_sde(
     updates, so it is approximate for some 1 / (1 - beta) updates after a change.
     """
     k = jnp.asarray(batch_ratio, jnp.float32)
-    return optax.scale_by_adam(1 - k * (1 - b1), 1 - k * (1 - b2), config.adam_eps / jnp.sqrt(k))
+    return optax.scale_by_adam(
+        1 - k * (1 - b1), 1 - k * (1 - b2), config.adam_eps / jnp.sqrt(k), config.adam_eps_root, config.mu_dtype
+    )
 
 
 def _lion(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
@@ -216,19 +233,21 @@ def _adafactor(
 
 
 def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
-    """Makes Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), momentum `adam_b1`; Adam elsewhere.
+    """Makes Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), momentum `muon_beta`; Adam elsewhere.
 
-    Scaled to Adam's usual root mean square, 0.2 (Liu et al. 2025, https://arxiv.org/abs/2502.16982). 4 bytes per
-    parameter, 8 where Adam works.
+    Scaled to Adam's usual root mean square, 0.2 (Liu et al. 2025, https://arxiv.org/abs/2502.16982), or as
+    `muon_consistent_rms` states. 4 bytes per parameter, 8 where Adam works.
     """
     muon = optax.contrib.muon(
         1.0,
-        beta=b1,
+        beta=b1 if config.muon_beta is None else config.muon_beta,
         eps=config.adam_eps,
+        mu_dtype=config.mu_dtype,
+        adam_eps_root=config.adam_eps_root,
         adam_b1=b1,
         adam_b2=b2,
         muon_weight_dimension_numbers=_muon_matrices,
-        consistent_rms=0.2,
+        consistent_rms=config.muon_consistent_rms,
     )
     # Its output is a descent step at rate 1; negate it to get a direction.
     return optax.chain(muon, optax.scale(-1.0))
@@ -275,6 +294,19 @@ def _num_stacked(parameters: Tree) -> Tree:
     return jax.tree.map_with_path(count, parameters)
 
 
+def _is_decayed(config: OptimizerConfig, parameters: Tree) -> Tree:
+    """Returns whether each parameter has weight decay: matrices, or those whose paths no pattern is found in."""
+    if config.adamw_mask is None:
+        return _is_matrix(parameters)
+    patterns = [re.compile(pattern) for pattern in in_brackets(config.adamw_mask)]
+
+    def is_decayed(path: KeyPath, _: jax.Array) -> bool:
+        texts = searched_paths([str(name) for name in _names(path) if name is not None])
+        return not any(pattern.search(text) for pattern in patterns for text in texts)
+
+    return jax.tree.map_with_path(is_decayed, parameters)
+
+
 def _is_matrix(parameters: Tree) -> Tree:
     """Returns whether each parameter, stacked or not, is a matrix rather than a vector (norm scales, biases).
 
@@ -300,6 +332,15 @@ def _muon_matrices(parameters: Tree) -> Tree:
         return None
 
     return jax.tree.map_with_path(dimension_numbers, parameters)
+
+
+def _is_muons(parameters: Tree) -> Tree:
+    """Returns whether Muon, rather than Adam, updates each parameter."""
+
+    def is_leaf(numbers: object) -> bool:
+        return numbers is None or isinstance(numbers, optax.contrib.MuonDimensionNumbers)
+
+    return jax.tree.map(lambda numbers: numbers is not None, _muon_matrices(parameters), is_leaf=is_leaf)
 
 
 def _one_by_one(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:

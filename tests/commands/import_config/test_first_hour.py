@@ -319,10 +319,9 @@ def test_a_file_of_another_program_states_nothing(folder: Path) -> None:
         imported("maxtext", folder / "m.yml", "server_host: localhost\nconcurrency: 3\n")
 
 
-def test_a_schedule_of_another_length_can_be_left_out(folder: Path) -> None:
-    _, fates = imported("maxtext", folder / "m.yml", f"{SYNTHETIC}steps: 10\nlearning_rate_schedule_steps: 20\n")
-    fate = fates["learning_rate_schedule_steps"]
-    assert fate.fate == "not supported" and not fate.is_essential
+def test_a_schedule_of_another_length_is_taken(folder: Path) -> None:
+    config, _ = imported("maxtext", folder / "m.yml", f"{SYNTHETIC}steps: 10\nlearning_rate_schedule_steps: 20\n")
+    assert (config.learning_rate_schedule_steps, config.learning_rate_schedule_by) == (20, "updates")
 
 
 def test_words_of_lora_without_its_switch_are_not_adapters(folder: Path) -> None:

@@ -1,0 +1,67 @@
+"""`adamw_mask` states what does not decay, by paths here and in MaxText; null is what it was."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import optax
+import pytest
+
+from maxbatch import ConfigError, load_config
+from maxbatch.plan.update_settings import UpdateSettings
+from maxbatch.training.update.optimizers import make_optimizer
+from maxbatch.training.update.searched_paths import searched_paths
+
+PARAMETERS = {
+    "embedding": jnp.ones((4, 2)),
+    "final_norm": {"scale": jnp.ones(2)},
+    "layers": {"attention_norm": {"scale": jnp.ones((3, 2))}, "attention": {"query": jnp.ones((3, 2, 2, 1))}},
+}
+NORMS = {"final_norm/scale", "layers/attention_norm/scale"}
+MATRICES = {"embedding", "layers/attention/query"}
+
+
+def decaying(*overrides: str) -> set[str]:
+    """Returns the parameters that a zero gradient changes."""
+    optimizer = make_optimizer(
+        load_config(overrides=[*overrides]).optimizer, UpdateSettings(0.1, adam_weight_decay=0.1)
+    )
+    updates, _ = optimizer.update(optax.tree.zeros_like(PARAMETERS), optimizer.init(PARAMETERS), PARAMETERS)
+    paths = jax.tree.leaves_with_path(updates)
+    return {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in paths if jnp.any(leaf != 0)}
+
+
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [
+        ("null", MATRICES),
+        ("[]", MATRICES | NORMS),
+        ("[decoder_norm]", MATRICES | NORMS - {"final_norm/scale"}),
+        ("[layers/attention/, token_embedder]", NORMS),
+        ("[self_attention/query/kernel$]", {"embedding"} | NORMS),
+    ],
+)
+def test_what_a_pattern_finds_does_not_decay(mask: str, expected: set[str]) -> None:
+    assert decaying(f"adamw_mask={mask}") == expected
+
+
+def test_muons_matrices_have_a_decay_of_their_own() -> None:
+    assert decaying("opt_type=muon", "adamw_mask=[]", "muon_weight_decay=0") == {"embedding"} | NORMS
+
+
+def test_maxtexts_path_of_a_bias_is_that_of_its_kernel() -> None:
+    theirs = "params/decoder/layers/self_attention/query/bias"
+    assert searched_paths(["layers", "0", "attention", "query_bias"])[1] == theirs
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["adamw_mask=[(]"], ["muon_beta=0.9"], ["opt_type=lion", "mu_dtype=bfloat16"],
+        ["learning_rate_schedule_steps=10"], ["query_weights_scaled=true", "decoder_block=qwen3", "use_qk_norm=true"],
+        ["learning_rate_schedule_by=updates", "batch_size_schedule=seesaw 16 2"],
+    ],
+)  # fmt: skip
+def test_a_setting_without_effect_is_refused(overrides: list[str]) -> None:
+    with pytest.raises(ConfigError, match="works: "):
+        load_config(overrides=overrides)
