@@ -19,6 +19,7 @@ from maxbatch.config.matrices import (
     first_layer,
     num_stacked,
     possible_parameters,
+    weight_factor,
 )
 from maxbatch.config.sections import ModelConfig
 from maxbatch.system.errors import ConfigError
@@ -196,7 +197,8 @@ def _place(model: ModelConfig, family: MaxTextFamily, row: Parameter, available:
     within = ".".join(row.path[len(row.layer) :])
     factor, offset = 1.0, 0.0
     if family.scales_query and within in ("attention.query", "attention.query_bias") and not model.use_qk_norm:
-        factor = math.sqrt(model.head_dim) if within == "attention.query" else 1.0
+        # A product with the scale and a bias without it would not be the same scores.
+        factor = math.sqrt(model.head_dim) * weight_factor(model, row.path)
     if family.scales_embedding and within == "embedding":
         factor = 1 / math.sqrt(model.base_emb_dim)
     if family.adds_one and within.endswith("norm.scale"):
