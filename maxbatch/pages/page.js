@@ -178,6 +178,8 @@
       side.axis_line_color = side.major_tick_line_color = css("--line");
       side.minor_tick_line_color = null;
       Object.assign(side, textStyle("major_label"), textStyle("axis_label"));
+      // Stages that follow one another closely have ticks whose labels would lie over each other.
+      if (Bokeh.NoOverlap) side.major_label_policy = new Bokeh.NoOverlap();
       if (ticks?.length) side.ticker = grid.ticker = new Bokeh.FixedTicker({ ticks });
       if (kind !== "category") side.formatter = new Bokeh.BasicTickFormatter({ power_limit_low: -4, power_limit_high: 6 });
     }

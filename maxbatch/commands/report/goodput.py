@@ -19,7 +19,7 @@ _WORDS = {
 }  # fmt: skip
 _HEADS = (
     "session", "started (UTC)", "hosts", "devices", "updates", "updates lost", "wall time (s)", "kept (s)", "lost (s)",
-    "away before (s)", "until its first update (s)", "goodput",
+    "away before (s)", "until its first update (s)", "goodput", "ended by",
 )  # fmt: skip
 _MOST_SESSIONS = 200
 _START_PARTS = (TimePart.START_UP, TimePart.RESTORING, TimePart.COMPILING)
@@ -63,7 +63,7 @@ def _row(number: int, session: Session, num_lost: int) -> list[object]:
         number, f"{datetime.fromtimestamp(session.started, UTC):%Y-%m-%d %H:%M:%S}", session.hosts, session.devices,
         trained, num_lost, sum(seconds.values()), seconds[TimePart.UPDATES_KEPT], seconds[TimePart.UPDATES_LOST],
         seconds[TimePart.SINCE_SESSION_BEFORE], sum(seconds[part] for part in _START_PARTS),
-        None if share is None else f"{share:.1%}",
+        None if share is None else f"{share:.1%}", session.ended_by,
     ]  # fmt: skip
 
 
