@@ -18,6 +18,8 @@ from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from tests.helpers.command import QUICK_TO_COMPILE
 from tests.helpers.stores import SCHEMES, Store, serving
 
+pytest_plugins = ["tests.helpers.works"]
+
 # How long an example takes says nothing on a machine that others share; a failure shows at the change that caused it.
 settings.register_profile("maxbatch", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("maxbatch")
