@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from maxbatch.system.child_process import end_with_parent
 from maxbatch.system.cpu_devices import make_cpu_devices, variables_of_host
 from maxbatch.system.proxies import leave_out_proxies
+from maxbatch.testing.channel import HostConnection
 from maxbatch.testing.messages import Answer, Call, Close, Phase, Raised, Returned, Start, Started
 from maxbatch.testing.pod import Pod, PodError
 
@@ -41,7 +42,7 @@ def main(connected: int, dump: int) -> None:
     end_with_parent(parent, with_group=True)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
-    with Connection(connected) as connection:
+    with HostConnection(connected) as connection:
         serve(connection)
 
 

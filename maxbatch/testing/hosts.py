@@ -6,8 +6,11 @@ A host leads a process group. The whole group ends when the pod is closed, and w
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
+import numbers
 import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -16,12 +19,12 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from multiprocessing import connection
 from pathlib import Path
 from typing import IO, NamedTuple
 
 from maxbatch.system.child_process import is_stopped
 from maxbatch.system.ports import free_port
+from maxbatch.testing.channel import Channel
 from maxbatch.testing.messages import (
     Answer,
     Call,
@@ -58,13 +61,25 @@ class Shape(NamedTuple):
 
     @classmethod
     def of(cls, devices: int, hosts: int) -> Shape:
-        """Returns a shape; raises ValueError unless the hosts divide the devices."""
+        """Returns a shape; raises ValueError unless both are whole numbers and the hosts divide the devices."""
+        for name, value in (("devices", devices), ("hosts", hosts)):
+            if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+                works = int(value) if isinstance(value, float) and value >= 1 and math.isfinite(value) else 2
+                raise ValueError(f"{name}={value!r}: must be a whole number; works: {name}={works}")
+        devices, hosts = int(devices), int(hosts)
         if devices < 1 or hosts < 1 or devices % hosts:
             works = max((n for n in range(1, max(1, devices) + 1) if devices % n == 0 and n <= hosts), default=1)
             raise ValueError(
                 f"devices={devices}, hosts={hosts}: the hosts must divide the devices; works: hosts={works}"
             )
         return cls(devices, hosts)
+
+
+def checked_timeout(timeout: object) -> float:
+    """Returns the seconds that a test may take; raises ValueError for anything but a number above 0."""
+    if not isinstance(timeout, numbers.Real) or isinstance(timeout, bool) or not float(timeout) > 0:
+        raise ValueError(f"timeout={timeout!r}: must be a number of seconds above 0; works: timeout=60")
+    return float(timeout)
 
 
 @dataclass(frozen=True)
@@ -203,18 +218,25 @@ class Hosts:
 
     def _send(self, host: int, message: object) -> None:
         with contextlib.suppress(ConnectionError):  # it has died, which `perform` notices
-            self._processes[host].connection.send(message)
+            self._processes[host].channel.send(message)
 
     def _received(self, running: set[int], until: float) -> list[tuple[int, object]]:
-        hosts = {self._processes[host].connection: host for host in running}
         wait_s = max(0.0, min(_POLL_S, until - time.monotonic()))
-        received = []
-        for ready in connection.wait(list(hosts), wait_s):
-            assert isinstance(ready, connection.Connection)
-            try:
-                received.append((hosts[ready], ready.recv()))
-            except (EOFError, OSError):
-                self._processes[hosts[ready]].wait_after_last_message()
+        received: list[tuple[int, object]] = []
+        with selectors.DefaultSelector() as selector:
+            for host in self._alive:
+                channel = self._processes[host].channel
+                events = selectors.EVENT_READ * (host in running) | selectors.EVENT_WRITE * channel.has_unsent
+                if events:
+                    selector.register(channel, events, host)
+            for key, events in selector.select(wait_s):
+                process = self._processes[key.data]
+                if events & selectors.EVENT_WRITE:
+                    process.channel.flush()
+                if events & selectors.EVENT_READ:
+                    received += [(key.data, message) for message in process.channel.receive()]
+                    if process.channel.is_closed:
+                        process.wait_after_last_message()
         return received
 
     def _meet(self, waiting: dict[int, Exchange], running: set[int]) -> None:
@@ -295,7 +317,8 @@ class _Process:
         self._is_killed = False
         self._is_read = False
         self.main_thread = 0
-        self.connection, theirs = multiprocessing.Pipe()
+        connection, theirs = multiprocessing.Pipe()
+        self.channel = Channel(connection)
         descriptors = (theirs.fileno(), self._dump.fileno())
         program = f"import sys; sys.path[:] = {sys.path!r}; from maxbatch.testing.host import main; main{descriptors}"
         with theirs:
@@ -306,7 +329,7 @@ class _Process:
 
     def is_dead(self) -> bool:
         """Whether the process has ended and all its messages have been read."""
-        return self.process.poll() is not None and (self._is_read or not self.connection.poll())
+        return self.process.poll() is not None and (self._is_read or not self.channel.poll())
 
     def wait_after_last_message(self) -> None:
         """Waits for a process that has closed its connection, and so is about to end."""
@@ -362,7 +385,7 @@ class _Process:
         self.process.wait()
         self.read_output()
         self._is_killed = True
-        self.connection.close()
+        self.channel.close()
         for file in (self.process.stdin, self._output, self._dump):
             if file is not None:
                 file.close()

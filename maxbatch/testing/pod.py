@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import pickle
+import re
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     import jax
 
 _MOST_SHOWN = 3  # differences between hosts
+_LONGEST_TEXT = 80  # characters of a value that differs
+_MOST_DEPTH = 8  # of an object's attributes
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
 
 
 class PodError(Exception):
@@ -37,6 +42,7 @@ class Pod:
         self.host, self.num_hosts = host, num_hosts
         self.folder = Path()
         self._connection, self._lock = connection, threading.Lock()
+        self._process = os.getpid()
 
     def __repr__(self) -> str:
         return f"<Pod: host {self.host} of {self.num_hosts}>"
@@ -71,8 +77,9 @@ class Pod:
         """Checks that all hosts hold the same values, bit by bit.
 
         Args:
-          x: a number, an array or a tree of them. For a `jax.Array` the copies of each shard are compared, so an array
-            may be replicated over all hosts or some of them.
+          x: a number, a text, an array, another object, or a tree of them. For a `jax.Array` the copies of each shard
+            are compared, so an array may be replicated over all hosts or some of them. Objects are compared by their
+            type and attributes, or else by their `repr`, and functions by their name.
 
         Raises:
           AssertionError: they differ; the message names the hosts and the difference.
@@ -127,9 +134,19 @@ class Pod:
         return {host: pickle.loads(one) for host, one in found.values.items()}
 
     def _ask(self, message: object) -> object:
+        __tracebackhide__ = True
+        if os.getpid() != self._process:
+            raise PodError(f"a process that host {self.host} forked is no host: it cannot meet, kill or stop hosts")
         with self._lock:
             self._connection.send(message)
             return self._connection.recv()
+
+
+class _Told(NamedTuple):
+    """An object that is no array, as text that is equal on all hosts for equal objects."""
+
+    kind: str
+    text: str
 
 
 class _Hashed(NamedTuple):
@@ -143,7 +160,35 @@ def _hashed(value: object) -> _Hashed:
     if isinstance(value, np.ndarray):
         data = np.ascontiguousarray(value).tobytes()
         return _Hashed(f"{value.dtype}[{', '.join(map(str, value.shape))}]", hashlib.sha256(data).digest())
-    return _Hashed(type(value).__name__, repr(value).encode())
+    told = value if isinstance(value, _Told) else _Told(type(value).__name__, _text_of(value))
+    return _Hashed(told.kind, hashlib.sha256(told.text.encode("utf-8", "surrogatepass")).digest())
+
+
+def _text_of(value: object, depth: int = 0) -> str:
+    """Returns a text of a value without addresses, orders of sets and other things of one process."""
+    import numpy as np
+
+    if isinstance(value, np.ndarray) or hasattr(value, "addressable_shards"):
+        array = np.asarray(value)
+        return f"{array.dtype}{list(array.shape)} {hashlib.sha256(np.ascontiguousarray(array).tobytes()).hexdigest()}"
+    if depth > _MOST_DEPTH:
+        return type(value).__qualname__
+    if isinstance(value, set | frozenset):
+        return f"{{{', '.join(sorted(_text_of(item, depth + 1) for item in value))}}}"
+    if isinstance(value, list | tuple):
+        return f"{type(value).__name__}({', '.join(_text_of(item, depth + 1) for item in value)})"
+    if isinstance(value, dict):
+        items = [f"{_text_of(key, depth + 1)}: {_text_of(item, depth + 1)}" for key, item in value.items()]
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, str | bytes):
+        return repr(value)
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):  # a function or a class
+        return f"{getattr(value, '__module__', '')}.{name}"
+    if type(value).__repr__ is object.__repr__ and hasattr(value, "__dict__"):
+        attributes = [f"{key}={_text_of(item, depth + 1)}" for key, item in sorted(vars(value).items())]
+        return f"{type(value).__qualname__}({', '.join(attributes)})"
+    return _ADDRESS.sub("", repr(value))
 
 
 def _leaves(x: object) -> dict[str, dict[str, object]]:
@@ -159,7 +204,7 @@ def _leaves(x: object) -> dict[str, dict[str, object]]:
         elif isinstance(leaf, np.ndarray | np.generic | int | float | complex):
             found[name] = {"": np.asarray(leaf)}
         else:
-            found[name] = {"": leaf}
+            found[name] = {"": _Told(type(leaf).__name__, _text_of(leaf))}
     return found
 
 
@@ -189,7 +234,7 @@ def difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
     kinds = {host: _hashed(value).kind for host, value in values.items()}
     if len(set(kinds.values())) > 1 or not all(isinstance(value, np.ndarray) for value in values.values()):
         unlike = len(set(kinds.values())) > 1
-        return f"{name}: {_grouped(kinds if unlike else {host: repr(value) for host, value in values.items()})}"
+        return f"{name}: {_grouped(kinds if unlike else _where_they_differ(values))}"
     first = next(iter(values.values()))
     bits = [value.reshape(-1).view(f"V{first.dtype.itemsize}").reshape(first.shape) for value in values.values()]
     places = np.argwhere(np.any([one != bits[0] for one in bits[1:]], axis=0))
@@ -202,6 +247,22 @@ def difference(key: tuple[str, str], values: Mapping[int, Any]) -> str:
     wide = np.stack([value.astype(kind) for value in values.values()])
     largest = np.nanmax(np.abs(wide - wide[0])) if np.isfinite(wide).any() else math.nan
     return f"{line}; {len(places)} of {first.size} values differ, by at most {largest:.3g}"
+
+
+def _where_they_differ(values: Mapping[int, _Told]) -> dict[int, str]:
+    """Returns the text of each host, long ones cut around the first difference."""
+    texts = {host: value.text for host, value in values.items()}
+    if max(map(len, texts.values())) <= _LONGEST_TEXT:
+        return texts
+    shortest = min(map(len, texts.values()))
+    letters = enumerate(zip(*texts.values(), strict=False))
+    first = next((place for place, of_hosts in letters if len(set(of_hosts)) > 1), shortest)
+    begin = max(0, first - _LONGEST_TEXT // 2)
+    end = begin + _LONGEST_TEXT
+    return {
+        host: f"{'...' * (begin > 0)}{text[begin:end]}{'...' * (end < len(text))} ({len(text)} characters)"
+        for host, text in texts.items()
+    }
 
 
 def _grouped(texts: Mapping[int, str]) -> str:

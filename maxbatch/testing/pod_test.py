@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 
-from maxbatch.testing.hosts import Hosts, Pool, Round, Shape
+from maxbatch.testing.hosts import Hosts, Pool, Round, Shape, checked_timeout
 from maxbatch.testing.merging import Merged, merge
 from maxbatch.testing.messages import Phase, Raised, Reported, SessionOptions, When, is_picklable
 from maxbatch.testing.pod import PodError
@@ -39,7 +39,7 @@ def stated_by(marker: pytest.Mark) -> _Stated:
     """
 
     def pod(devices: int, hosts: int = 1, timeout: float = 60.0) -> _Stated:
-        return _Stated(Shape.of(devices, hosts), timeout)
+        return _Stated(Shape.of(devices, hosts), checked_timeout(timeout))
 
     try:
         return pod(*marker.args, **marker.kwargs)

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import cloudpickle
 
-from maxbatch.testing.hosts import Hosts, Pool, Round, Shape
+from maxbatch.testing.hosts import Hosts, Pool, Round, Shape, checked_timeout
 from maxbatch.testing.messages import Call, Returned
 from maxbatch.testing.pod import Pod, PodError, named
 
@@ -38,9 +38,9 @@ def run(function: Callable[[Pod], T], *, devices: int, hosts: int = 1, timeout: 
     Raises:
       PodError: the function raised on a host, a host died, or the call took too long; the message has the host and its
         traceback, or the stack of every host that was still running.
-      ValueError: the hosts do not divide the devices.
+      ValueError: the hosts do not divide the devices, or the timeout is no number above 0.
     """
-    shape = Shape.of(devices, hosts)
+    shape, timeout = Shape.of(devices, hosts), checked_timeout(timeout)
     message = cloudpickle.dumps(function)
     pod = _POOL.get(shape)
     if pod.started.failures:

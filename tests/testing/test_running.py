@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import signal
@@ -10,7 +11,9 @@ import sys
 import textwrap
 import time
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from maxbatch.testing import Pod, PodError, run
@@ -103,3 +106,70 @@ def test_hosts_that_do_not_divide_the_devices_are_refused() -> None:
         ValueError, match=re.escape("devices=4, hosts=3: the hosts must divide the devices; works: hosts=2")
     ):
         run(devices_of, devices=4, hosts=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"devices": 2.0}, "devices=2.0: must be a whole number; works: devices=2"),
+        ({"devices": "2"}, "devices='2': must be a whole number"),
+        ({"devices": 2, "hosts": True}, "hosts=True: must be a whole number"),
+        ({"devices": 2, "timeout": "5"}, "timeout='5': must be a number of seconds above 0; works: timeout=60"),
+        ({"devices": 2, "timeout": None}, "timeout=None: must be a number"),
+        ({"devices": 2, "timeout": math.nan}, "timeout=nan: must be a number"),
+        ({"devices": 2, "timeout": 0}, "timeout=0: must be a number"),
+    ],
+)
+def test_numbers_that_are_none_are_one_line(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        run(lambda pod: pod.host, **arguments)
+
+
+def test_a_host_that_is_stopped_beside_a_large_message_ends_the_test_at_its_timeout() -> None:
+    def stopping(pod: Pod) -> None:
+        values = {str(i): np.full(8, i) for i in range(20_000)}  # whose hashes are more than a connection holds
+        if pod.host == 0:
+            pod.stop(1, 1000)
+        pod.same(values)
+
+    started = time.monotonic()
+    with pytest.raises(PodError, match="host 1 was stopped"):
+        run(stopping, devices=2, hosts=2, timeout=15)
+    assert time.monotonic() - started < 60
+
+
+def test_a_child_that_a_function_forks_does_not_answer_in_its_hosts_place() -> None:
+    def forking(pod: Pod) -> int:
+        child = os.fork()
+        if child == 0:
+            return 0
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 0
+        raise ValueError("of the host itself")
+
+    with pytest.raises(PodError, match="of the host itself"):
+        run(forking, devices=2, hosts=2)
+
+
+class Plain:
+    """An object whose `repr` has its address."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+def test_texts_and_objects_are_compared_by_what_they_hold() -> None:
+    def comparing(pod: Pod) -> list[str]:
+        pod.same({"text": "a" * 1000, "object": Plain({"b", "a", "c"}), "function": comparing, "bytes": b"1"})
+        problems = []
+        for value in ("x" * 500 + str(pod.host), Plain(pod.host), "1" if pod.host else 1):
+            try:
+                pod.same(value)
+            except AssertionError as error:
+                problems.append(str(error).splitlines()[1])
+        return problems
+
+    text, plain, kinds = run(comparing, devices=2, hosts=2)[0]
+    assert "x0' (503 characters) on host 0 | ..." in text and len(text) < 300
+    assert plain == "x: Plain(value=0) on host 0 | Plain(value=1) on host 1"
+    assert "on host 0 | str on host 1" in kinds
