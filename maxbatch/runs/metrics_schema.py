@@ -57,7 +57,10 @@ class Metric(StrEnum):
     GRAD_NORM = "grad_norm", "real or null", "", "Global norm of the gradient before clipping."
     DATA_FINGERPRINT = "data_fingerprint", "text", "", "Hash of the batch's rows, independent of their order and place."
     STEP_TIME_S = "step_time_s", "real", "s", "Wall time of the update, evals and saves left out."
-    TOKENS_PER_SECOND = "tokens_per_second", "real", "tokens/s", "Tokens of real rows per second, over all devices."
+    TOKENS = "tokens", "whole", "tokens", "Tokens that the update trained on; padding is none."
+    SLOT_SHARE = (
+        "slot_share", "real or null", "share", "`tokens` as a share of the slots of the update's passes; null without.")
+    TOKENS_PER_SECOND = "tokens_per_second", "real", "tokens/s", "`tokens` per second, over all devices."
     TFLOPS_PER_DEVICE = "tflops_per_device", "real", "TFLOP/s", "Model FLOPs per device, recomputation not counted."
     MFU = "mfu", "real or null", "share", "Share of the device's peak; null where the peak is unknown."
     DATA_WAIT_S = "data_wait_s", "real", "s", "Time that the update waited for its batch."

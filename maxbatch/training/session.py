@@ -19,7 +19,6 @@ import numpy as np
 from maxbatch.config.config import Config
 from maxbatch.config.loading import dump_config
 from maxbatch.config.own_parts import own_parts_of
-from maxbatch.config.recipes import slots_per_sample
 from maxbatch.data.store.cache_folder import cache_folder
 from maxbatch.maxtext.checkpoints.reading import MaxTextCheckpoint
 from maxbatch.parallel.hosts import broadcast, is_first, warn
@@ -444,7 +443,6 @@ class Session(Generic[B]):
                 show = output.text
                 output.settings(settings_of(self.config))
         meter = ThroughputMeter(
-            slots_per_sample(self.config),
             self.opened.model.flops_per_token,
             self._context.devices,
             self.config.peak_tflops_per_device,

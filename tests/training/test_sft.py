@@ -60,6 +60,16 @@ def whole(folder: Path) -> dict[str, list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
+def test_throughput_counts_tokens_not_slots(folder: Path, whole: dict[str, list[dict[str, Any]]], packing: str) -> None:
+    segments = open_stream(chat_config(folder, None, *RUN, packing)).read(0, 8)["segments"]
+    first = whole[packing][0]
+    assert first["tokens"] == np.count_nonzero(segments)
+    assert first["slot_share"] == pytest.approx(np.count_nonzero(segments) / segments.size)
+    assert first["tokens_per_second"] == pytest.approx(first["tokens"] / first["step_time_s"])
+    assert first["tokens_seen"] == segments.size
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
 def test_rows_differ_in_their_trained_tokens(folder: Path, packing: str) -> None:
     weights = open_stream(chat_config(folder, None, *RUN, packing)).read(0, 8)["weights"].sum(axis=1)
     assert max(weights) > 2 * min(weights)

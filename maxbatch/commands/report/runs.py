@@ -9,6 +9,7 @@ import json
 import shlex
 import statistics
 from collections.abc import Sequence
+from typing import Any
 
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
@@ -113,8 +114,9 @@ class ReportedRun:
         """Returns the drawn values, with time in a unit of `seconds_per_unit`."""
         records, drawn = self.records, self.drawn
         seconds = list(itertools.accumulate(self._seconds()))
-        counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN, "tokens": M.TOKENS_SEEN}
-        axes = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
+        counted = {"steps": M.STEP, "samples": M.SAMPLES_SEEN}
+        axes: dict[str, list[Any]] = {axis: [records[i][metric] for i in drawn] for axis, metric in counted.items()}
+        axes["tokens"] = [self.tokens[i] for i in drawn]
         axes["time"] = [float(f"{seconds[i] / seconds_per_unit:.9g}") for i in drawn]
         names = (*COLUMNS, *self.named_columns)
         columns = {str(name): [records[i].get(name) for i in drawn] for name in names}
@@ -123,6 +125,20 @@ class ReportedRun:
         smoothed_loss = self._smoothed_loss()
         columns[SMOOTHED_LOSS] = [smoothed_loss[i] for i in drawn]
         return RunColumns(self.name, axes, columns)
+
+    @functools.cached_property
+    def tokens(self) -> list[int]:
+        """Tokens trained on after each update; those of lines without them, of older runs, are slots."""
+        totals, slots_before = list[int](), 0
+        for record in self.records:
+            slots = record[M.TOKENS_SEEN]
+            if not totals and record[M.STEP] > 1:  # of a run that took another's place: what that one trained on
+                totals.append(slots)
+            else:
+                tokens = record.get(M.TOKENS, slots - slots_before)
+                totals.append((totals[-1] if totals else 0) + tokens)
+            slots_before = slots
+        return totals
 
     @property
     def reward_functions(self) -> list[str]:
@@ -167,6 +183,7 @@ class ReportedRun:
             "steps": last.get(M.STEP, 0),
             "samples_seen": last.get(M.SAMPLES_SEEN, 0),
             "tokens_seen": last.get(M.TOKENS_SEEN, 0),
+            "tokens": self.tokens[-1] if self.records else 0,
             "loss": last.get(M.LOSS),
             "smoothed_loss": self._smoothed_loss()[-1] if self.records else None,
             "eval_loss": evals[-1] if evals else None,
@@ -184,7 +201,7 @@ class ReportedRun:
         evals = [record[M.EVAL_LOSS] for record in self.records if M.EVAL_LOSS in record]
         rates = [rate for record in self.steady if (rate := record.get(M.TOKENS_PER_SECOND))]
         return [
-            self.name, last[M.STEP], last[M.SAMPLES_SEEN], last[M.TOKENS_SEEN],
+            self.name, last[M.STEP], last[M.SAMPLES_SEEN], self.tokens[-1],
             most if first == most else f"{first:,} to {most:,}",
             self._smoothed_loss()[-1], evals[-1] if evals else None, statistics.median(rates) if rates else None,
             f"{self.seconds:,.1f} s",

@@ -29,7 +29,7 @@ from maxbatch.system.leases import leased
 from maxbatch.system.storage import AnyPath, as_path
 from maxbatch.training.compile.target import device_facts, machine_name
 
-FORMAT = 2
+FORMAT = 3
 MANIFEST = "manifest.json"
 _MOST_BYTES = 4 << 30  # bound of one program
 

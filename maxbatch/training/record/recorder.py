@@ -28,37 +28,31 @@ class Throughput(NamedTuple):
     """The speed of one update, with the record's fields."""
 
     step_time_s: float
-    tokens_per_second: float  # tokens of real rows, over all devices
+    tokens_per_second: float  # padding is no token; over all devices
     tflops_per_device: float  # model FLOPs, recomputation not counted
     mfu: float | None  # share of the device's peak; None if unknown
 
 
 class ThroughputMeter:
-    """Turns a step's rows and seconds into rates.
+    """Turns a step's tokens and seconds into rates.
 
     Args:
-      length: L, tokens of a row.
       flops_per_token: FLOPs of training per token, forward and backward.
       peak_tflops: peak per device; None: a known chip's, of the type of the layers' products.
       quantization: that type; "": none of 8 bits.
     """
 
     def __init__(
-        self,
-        length: int,
-        flops_per_token: int,
-        devices: Sequence[jax.Device],
-        peak_tflops: float | None,
-        quantization: str = "",
+        self, flops_per_token: int, devices: Sequence[jax.Device], peak_tflops: float | None, quantization: str = ""
     ) -> None:
-        self._length, self._flops_per_token = length, flops_per_token
+        self._flops_per_token = flops_per_token
         self._num_devices = len(devices)
         peak = mfu_peak(chip_of(devices[0].device_kind), quantization, peak_tflops)
         self._peak = peak.tflops if peak else None
 
-    def __call__(self, num_rows: int, seconds: float) -> Throughput:
-        """Returns the speed of an update on `num_rows` real rows."""
-        tokens_per_second = num_rows * self._length / seconds
+    def __call__(self, num_tokens: int, seconds: float) -> Throughput:
+        """Returns the speed of an update on `num_tokens` tokens, slots without one left out."""
+        tokens_per_second = num_tokens / seconds
         tflops = tokens_per_second * self._flops_per_token / self._num_devices / 1e12
         return Throughput(seconds, tokens_per_second, tflops, tflops / self._peak if self._peak else None)
 
@@ -95,7 +89,8 @@ class Recorder:
         outputs: Sequence[Output],
     ) -> None:
         self.position = position
-        self._slots_per_sample = manager.rows_per_sample * slots_per_sample(config)
+        self._slots_per_row = slots_per_sample(config)
+        self._slots_per_sample = manager.rows_per_sample * self._slots_per_row
         self._measures_noise = config.optimizer.gradient_noise_scale
         self._log_period = config.log_period
         self._means = TrainedRecipe.of(config.recipe).means
@@ -143,7 +138,8 @@ class Recorder:
             )
 
     def _record(self, update: Dispatched, metrics: StepMetrics, seconds: float) -> Record:
-        planned, position = update.planned, self.position
+        planned, position, tokens = update.planned, self.position, int(metrics.tokens)
+        slots = update.micro_batch_size * update.num_micro_batches * self._slots_per_row
         record = {
             Metric.STEP: position.step,
             Metric.SAMPLES_SEEN: position.samples_seen,
@@ -154,7 +150,9 @@ class Recorder:
             Metric.LEARNING_RATE: update.learning_rate,
             Metric.GRAD_NORM: float(metrics.grad_norm),
             Metric.DATA_FINGERPRINT: to_hex(metrics.fingerprint),
-            **self._meter(planned.num_rows, seconds)._asdict(),
+            Metric.TOKENS: tokens,
+            Metric.SLOT_SHARE: tokens / slots if slots else None,
+            **self._meter(tokens, seconds)._asdict(),
             Metric.DATA_WAIT_S: update.data_wait_s,
             Metric.DATA_WAIT_FRACTION: update.data_wait_s / seconds,
             Metric.LOSS_WEIGHT: float(metrics.weight),

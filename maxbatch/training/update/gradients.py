@@ -96,6 +96,7 @@ class Sums(NamedTuple):
     others_d: dict[str, jax.Array]
     noise_parts_d: NoiseParts
     fingerprints_dx4: jax.Array
+    tokens_d: jax.Array  # uint32
     routing_d: RoutingSums | None  # of a model with experts
 
 
@@ -115,6 +116,7 @@ class Totals(NamedTuple):
     others: dict[str, jax.Array]
     noise_parts: NoiseParts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
+    tokens: jax.Array  # uint32, tokens of the rows; padding is none
     routing: RoutingSums | None  # of a model with experts
 
 
@@ -181,7 +183,7 @@ class Accumulation:
         zeros = jax.lax.with_sharding_constraint(zeros, self._partial_sharding)
         nothing = jnp.zeros(shards, jnp.float32)
         others = dict.fromkeys(self._objective.others, nothing)
-        limbs = jnp.zeros((shards, 4), jnp.uint32)
+        limbs, tokens = jnp.zeros((shards, 4), jnp.uint32), jnp.zeros(shards, jnp.uint32)
         layers, rest = self._apart(zeros, sums_layers and self._sums_layers)
         layers = jax.tree.map(lambda x: x.astype(jnp.float32), layers)
         noise_parts = NoiseParts(nothing, nothing, nothing)
@@ -189,7 +191,7 @@ class Accumulation:
         if self.balance is not None:
             of_shard = RoutingSums.nothing(self.balance.num_layers, self.balance.num_experts)
             routing = jax.tree.map(lambda x: jnp.zeros((shards, *x.shape), x.dtype), of_shard)
-        return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs, routing)
+        return Sums(self._accumulator.init(rest), layers, nothing, nothing, others, noise_parts, limbs, tokens, routing)
 
     def _apart(self, params: State, sums_layers: bool) -> tuple[State, State]:
         """Splits parameters into those of layers that sum their gradients in the backward pass, and the rest.
@@ -231,6 +233,7 @@ class Accumulation:
             jax.tree.map(jnp.add, sums.others_d, others_d),
             noise_parts_d,
             self._add_fingerprints(sums.fingerprints_dx4, shards),
+            sums.tokens_d + jnp.sum(shards.segments != 0, axis=(1, 2), dtype=jnp.uint32),
             None if sums.routing_d is None or routing_d is None else sums.routing_d.plus(routing_d),
         )
 

@@ -40,6 +40,7 @@ class StepMetrics(NamedTuple):
     skipped: jax.Array  # bool: gradient or new state were not finite; the state is unchanged
     noise_parts: NoiseParts
     fingerprint: jax.Array  # uint32[4], 16-bit limbs of the sum of row hashes
+    tokens: jax.Array  # uint32, tokens of the rows; padding is none
     others: dict[str, jax.Array]  # float32, the objective's other sums
     routing: RoutingMetrics | None  # of a model with experts
 
@@ -157,7 +158,7 @@ def update(
     state = jax.tree.map(lambda new, old: jnp.where(applies, new, old), new, state)
     loss = totals.loss / denominator
     parts, fingerprint, others = totals.noise_parts, totals.fingerprint, totals.others
-    return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, others, routing)
+    return state, StepMetrics(loss, totals.weight, norm, ~finite, parts, fingerprint, totals.tokens, others, routing)
 
 
 def _moved(average: State | None, params: State, settings: UpdateSettings) -> State | None:

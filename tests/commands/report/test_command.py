@@ -291,6 +291,13 @@ def test_names_from_outside_cannot_become_markup() -> None:
     assert "<b>x" not in Path("page.html").read_text()
 
 
+def test_tokens_are_counted_without_padding_and_those_of_older_lines_are_slots() -> None:
+    write_run(Path("run"), 4, tokens=lambda step: 100 if step > 2 else ...)
+    run = ReportedRun.read(Path("run"), "run")
+    assert run.tokens == [512, 1024, 1124, 1224]
+    assert run.summary()[3] == run.totals()["tokens"] == 1224 and run.totals()["tokens_seen"] == 2048
+
+
 def test_throughput_leaves_the_first_updates_of_a_longer_run_out_and_titles_say_what_is_drawn() -> None:
     rate = lambda step: 1.0 if step <= 2 else 100.0 + step  # noqa: E731
     write_run(Path("long"), 12, tokens_per_second=rate)
