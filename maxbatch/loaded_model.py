@@ -22,7 +22,8 @@ from maxbatch.config.loading import override_texts
 from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import shown_fields
 from maxbatch.data.store.cache_folder import cache_folder
-from maxbatch.data.store.conversations import Conversations, RecordError
+from maxbatch.data.store.chat_rendering import ConversationError
+from maxbatch.data.store.conversations import Conversations, kind_of_value
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import tokenizer_of
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
@@ -56,6 +57,10 @@ _DEFAULTS = {
 class RecordFault(ConfigError):
     """A record that cannot be scored; the message begins with its number, from 1."""
 
+    def __init__(self, number: int, problem: str) -> None:
+        super().__init__(f"record {number}: {problem}")
+        self.number, self.problem = number, problem
+
 
 class RecordScore(NamedTuple):
     """The log-probabilities of one record."""
@@ -64,6 +69,14 @@ class RecordScore(NamedTuple):
     logprobs: np.ndarray  # float32[n - 1], in nats, of each token after the first given those before it
     weights: np.ndarray  # float32[n - 1]; 0 for a token of a conversation that is not trained on
     loss: float | None  # nats per token; None without weight, or where it is not finite
+    number: int = 0  # of the record among those given, from 1
+
+
+class SkippedRecord(NamedTuple):
+    """A bad record, which has no score."""
+
+    number: int  # among those given, from 1
+    reason: str
 
 
 class Scores(NamedTuple):
@@ -72,6 +85,7 @@ class Scores(NamedTuple):
     records: list[RecordScore]
     loss: float | None  # nats per token
     perplexity: float | None
+    skipped: list[SkippedRecord]  # bad records, with skip_bad_records
 
 
 class LoadedModel:
@@ -207,21 +221,32 @@ class LoadedModel:
           records: texts, or objects with `text`, `tokens` (ids), `messages`, or `prompt` and `completion`.
 
         Raises:
-          RecordFault: a record has none of these fields, or one of them is of another type.
+          RecordFault: a bad record: it has none of these fields, or one of them is of another type. With the key
+            `skip_bad_records` such records have no score, and are in `skipped`.
           TrainingError: no token has a finite log-probability.
         """
-        encoded = [self._encoded(number, record) for number, record in enumerate(records, 1)]
+        numbers, encoded, skipped = list[int](), list[tuple[np.ndarray, np.ndarray]](), list[SkippedRecord]()
+        for number, record in enumerate(records, 1):
+            try:
+                encoded.append(self._encoded(number, record))
+                numbers.append(number)
+            except RecordFault as fault:
+                if not self.config.skip_bad_records:
+                    raise
+                skipped.append(SkippedRecord(number, fault.problem))
+        if skipped and not encoded:
+            raise RecordFault(*skipped[0])
         found = [row.logprobs for row in self.scorer()([tokens for tokens, _ in encoded])]
         if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
             raise TrainingError(f"{self._path}: gives no token a finite log-probability; its parameters are not finite")
-        return _scores(encoded, found)
+        return _scores(numbers, encoded, found, skipped)
 
     def _encoded(self, number: int, record: str | Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
         """Returns the tokens of a record, and their weights."""
         try:
             return self._tokens_and_weights({"text": record} if isinstance(record, str) else record)
-        except RecordError as error:
-            raise RecordFault(f"record {number}: {error.problem}") from error
+        except ConversationError as error:
+            raise RecordFault(number, str(error)) from error
 
     def _tokens_and_weights(self, record: Mapping[str, object]) -> tuple[np.ndarray, np.ndarray]:
         if "tokens" in record:
@@ -230,12 +255,13 @@ class LoadedModel:
             tokens = self._text(record["text"])
         elif {"messages", "conversations", "prompt", "instruction"} & record.keys():
             documents = self._conversations.encode_batch([json.dumps(record).encode()])[0]
-            assert documents is not None, "no record is left out"
+            if isinstance(documents, ConversationError):
+                raise documents
             [(ids, trained)] = documents
             return ids, trained.astype(np.float32)
         else:
-            raise RecordError(
-                0, f"needs text, tokens, messages, or prompt and completion; its fields: {shown_fields(record)}"
+            raise ConversationError(
+                f"needs text, tokens, messages, or prompt and completion; its fields: {shown_fields(record)}"
             )
         return tokens, np.ones(len(tokens), np.float32)
 
@@ -243,34 +269,39 @@ class LoadedModel:
         if isinstance(value, np.ndarray):
             value = value.tolist()
         if not isinstance(value, list) or not all(type(token) is int for token in value):
-            raise RecordError(0, "field tokens must be a list of whole numbers")
+            raise ConversationError("field tokens must be a list of whole numbers")
         last = self.config.vocab_size - 1
         beyond = next((token for token in value if not 0 <= token <= last), None)
         if beyond is not None:
-            raise RecordError(0, f"token {beyond} is not an id of this model, whose ids are 0 to {last}")
+            raise ConversationError(f"token {beyond} is not an id of this model, whose ids are 0 to {last}")
         return np.array(value, np.int32)
 
     def _text(self, value: object) -> np.ndarray:
         if not isinstance(value, str):
-            raise RecordError(0, f"field text is a {type(value).__name__}, not a text")
+            raise ConversationError(f"field text is {kind_of_value(value)}, not a text")
         return np.concatenate([np.array(self.first_ids(), np.int32), self.tokenizer.encode(value)])
 
     @cached_property
     def _conversations(self) -> Conversations:
-        return Conversations(self.tokenizer, self.config.sft_train_on_completion_only, skip_bad_records=False)
+        return Conversations(self.tokenizer, self.config.sft_train_on_completion_only)
 
 
-def _scores(encoded: Sequence[tuple[np.ndarray, np.ndarray]], found: Sequence[np.ndarray]) -> Scores:
+def _scores(
+    numbers: Sequence[int],
+    encoded: Sequence[tuple[np.ndarray, np.ndarray]],
+    found: Sequence[np.ndarray],
+    skipped: list[SkippedRecord],
+) -> Scores:
     rows: list[RecordScore] = []
     total = weight = 0.0
-    for (tokens, token_weights), logprobs in zip(encoded, found, strict=True):
+    for number, (tokens, token_weights), logprobs in zip(numbers, encoded, found, strict=True):
         weights = token_weights[1:]
         nats, count = -float(np.sum(logprobs.astype(np.float64) * weights)), float(weights.sum())
         total, weight = total + nats, weight + count
-        rows.append(RecordScore(tokens, logprobs, weights, _finite(nats / count) if count else None))
+        rows.append(RecordScore(tokens, logprobs, weights, _finite(nats / count) if count else None, number))
     loss = _finite(total / weight) if weight else None
     perplexity = math.exp(loss) if loss is not None and loss < _LARGEST_EXPONENT else None
-    return Scores(rows, loss, perplexity)
+    return Scores(rows, loss, perplexity, skipped)
 
 
 def _finite(number: float) -> float | None:

@@ -29,7 +29,7 @@ _FILES = ("config file", "base_config")
 _MODEL = "model"  # the heading of the model's keys
 _KINDS = {
     "bool": "true or false", "choice": "a choice", "choices": "one or more choices", "text": "text", "path": "a path",
-    "local": "a local path", "paths": "data paths",
+    "local": "a local path", "paths": "data paths", "fields": "names of fields by ours",
 }  # fmt: skip
 _FIXED = {
     Fixes.BATCH: "batch", Fixes.STREAM: "stream", Fixes.PROMPTS: "prompts", Fixes.FORM: "model",

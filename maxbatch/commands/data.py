@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 
 import numpy as np
 from rich import box
@@ -12,10 +13,11 @@ from rich.text import Text
 
 from maxbatch.commands.arguments import add_config, config_of, count, whole
 from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.data.stream.bad_records import BadRecord, bad_records
 from maxbatch.data.stream.fingerprint import fingerprint
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.folding import printable
+from maxbatch.system.folding import counted, printable
 from maxbatch.system.terminal import PipeConsole
 
 _DEFAULT_COUNT = 3
@@ -28,6 +30,11 @@ def add_arguments(parser: ArgumentParser) -> None:
     what.add_argument("--fingerprint", action="store_true", help="print the fingerprint of the samples instead")
     what.add_argument(
         "--stats", action="store_true", help="print the figures of one epoch instead; of a mixture, of each source"
+    )
+    what.add_argument(
+        "--bad",
+        action="store_true",
+        help="list the records that are left out, cut or split, and why; reads all of them",
     )
     parser.add_argument("--first", type=whole(0), metavar="S", help="first sample (default 0)")
     parser.add_argument("--count", type=count, metavar="N", help=f"number of samples (default {_DEFAULT_COUNT})")
@@ -49,8 +56,12 @@ def run(args: Namespace) -> int:
         )
     first = args.first or 0
     stop = first + (args.count or _DEFAULT_COUNT)
-    if args.stats and not (args.first is args.count is None):
-        raise ConfigError("--stats: counts a whole epoch; leave out --first and --count")
+    if (args.stats or args.bad) and not (args.first is args.count is None):
+        flag, what = ("--stats", "counts a whole epoch") if args.stats else ("--bad", "reads all records")
+        raise ConfigError(f"{flag}: {what}; leave out --first and --count")
+    if args.bad:
+        _print_bad(bad_records(config.stream), args.json)
+        return 0
     stream = open_stream(config)
     if args.stats:
         _print_stats(stream, args.json)
@@ -64,6 +75,18 @@ def run(args: Namespace) -> int:
     else:
         _print_samples(stream, first, stop, chats=recipe.has_answers)
     return 0
+
+
+def _print_bad(records: Iterable[BadRecord], as_json: bool) -> None:
+    count = 0
+    for record in records:
+        count += 1
+        if as_json:
+            print(json.dumps(record._asdict()))
+        else:
+            print(printable(f"{record.file}:{record.record}: {record.effect}: {record.reason}"))
+    if not as_json:
+        print(f"{counted(count, 'record')} left out, cut, split or refused")
 
 
 def _sample_record(stream: Stream, index: int) -> dict[str, object]:

@@ -15,6 +15,7 @@ from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.config.values import shown
 from maxbatch.data.store.builder import Build, build_store, num_cores
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.skipped import skipped_text
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import make_tokenizer
@@ -143,7 +144,7 @@ def _figures(store: TokenStore) -> str:
     manifest = store.manifest
     figures = f"{manifest['documents']:,} documents, {manifest['tokens']:,} tokens"
     if manifest["skipped_records"]:
-        figures += f", {manifest['skipped_records']:,} records left out"
+        figures += f", {skipped_text(manifest['skipped_records'], manifest.get('skipped_reasons', {}))}"
     return figures
 
 

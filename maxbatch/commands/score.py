@@ -5,23 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import math
+from collections import Counter
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_model, add_simulated_devices, check_overrides, model_of, simulate_devices
+from maxbatch.config.rules import likely_type
+from maxbatch.config.sections import RECORD_TYPES
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
-from maxbatch.system.errors import EXIT_DONE, ConfigError
+from maxbatch.data.store.skipped import kind_of, skipped_text
+from maxbatch.system.errors import EXIT_DONE
 from maxbatch.system.folding import counted
 from maxbatch.system.terminal import PipeConsole
+from maxbatch.system.warning import note
 
 if TYPE_CHECKING:
     from maxbatch.loaded_model import Scores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, file="jsonl: records with text, tokens (ids), messages, or prompt and completion")
+    add_model(
+        parser,
+        file="jsonl, json, csv, tsv or parquet: records with text, tokens (ids), messages, or prompt and completion",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_simulated_devices(parser, "compute on N CPU devices made in this process")
 
@@ -29,52 +38,61 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints the log-probabilities of every record, or the loss of each; returns the exit code."""
     check_overrides(args.overrides, "score takes one MODEL and one FILE")
-    lines = _lines(args.file)
+    kind = likely_type(args.file)
+    kind = kind if kind in RECORD_TYPES else "jsonl"
+    files = list_files("FILE", args.file, *FOLDER_FILES[kind]).files
     simulate_devices(args.simulate_devices)
     from maxbatch.loaded_model import LoadedModel, RecordFault
 
+    model = LoadedModel(model_of(args), args.overrides, args.averaged)
+    data = model.config
+    source = DocumentSource(
+        kind, "FILE", args.file, files, (), None, "", data.skip_bad_records, record_fields=data.record_fields
+    )
+    documents = list(source.documents())
+    kept = [document for document in documents if document.utf8]
+    if not kept:
+        raise source.error("holds no record")
     try:
-        found = LoadedModel(model_of(args), args.overrides, args.averaged).score(lines)
-    except RecordFault as error:
-        raise ConfigError(f"FILE={shown(repr(args.file))}: {error}") from error
+        found = model.score([json.loads(document.utf8) for document in kept])
+    except RecordFault as fault:
+        raise source.bad_record(kept[fault.number - 1], fault.problem) from fault
+    skipped = [(source.record_number(document), document.reason) for document in documents if not document.utf8]
+    skipped += [(source.record_number(kept[number - 1]), reason) for number, reason in found.skipped]
+    if skipped:
+        reasons = Counter(kind_of(reason) for _, reason in skipped)
+        note(f"FILE={shown(repr(args.file))}: {skipped_text(len(skipped), reasons)}")
+    numbers = [source.record_number(kept[record.number - 1]) for record in found.records]
     if args.json:
-        print(json.dumps(_figures(found)))
+        print(json.dumps(_figures(found, numbers, sorted(skipped))))
     else:
-        _print(found)
+        _print(found, numbers)
     return EXIT_DONE
 
 
-def _lines(path: str) -> list[dict[str, object]]:
-    """Returns the records of a file.
-
-    Raises:
-      ConfigError: the file cannot be read, has no record, or a line is not a JSON object.
-    """
-    files = list_files("FILE", path, *FOLDER_FILES["jsonl"]).files
-    source = DocumentSource("jsonl", "FILE", path, files, (), text_field=None, record_format="", skip_bad_records=False)
-    lines = [json.loads(document.utf8) for document in source.documents()]
-    if not lines:
-        raise source.error("holds no record")
-    return lines
-
-
-def _figures(found: Scores) -> dict[str, object]:
+def _figures(found: Scores, numbers: Sequence[int], skipped: Sequence[tuple[int, str]]) -> dict[str, object]:
     """Returns the object of `--json`; a loss without weight, or one that is not finite, is null."""
     rows = [
-        {"logprobs": [_finite(x) for x in one.logprobs.tolist()], "weights": one.weights.tolist(), "loss": one.loss}
-        for one in found.records
+        {
+            "record": number,
+            "logprobs": [_finite(x) for x in score.logprobs.tolist()],
+            "weights": score.weights.tolist(),
+            "loss": score.loss,
+        }
+        for number, score in zip(numbers, found.records, strict=True)
     ]
-    return {"records": rows, "loss": found.loss, "perplexity": found.perplexity}
+    left_out = [{"record": number, "reason": reason} for number, reason in skipped]
+    return {"records": rows, "loss": found.loss, "perplexity": found.perplexity, "skipped_records": left_out}
 
 
 def _finite(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _print(found: Scores) -> None:
+def _print(found: Scores, numbers: Sequence[int]) -> None:
     console = PipeConsole(highlight=False, soft_wrap=True)
     tokens = 0.0
-    for number, record in enumerate(found.records, 1):
+    for number, record in zip(numbers, found.records, strict=True):
         trained = sum(record.weights.tolist())
         tokens += trained
         console.print(f"record {number}  tokens {trained:g}  loss {_number(record.loss)}")

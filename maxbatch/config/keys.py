@@ -42,6 +42,8 @@ Words = Annotated[str, "choices"]
 StoragePath = Annotated[str, "path"]
 LocalPath = Annotated[str, "local"]
 DataPaths = Annotated[str, "paths"]
+# Names of fields by ours, in braces; "": none have other names.
+FieldNames = Annotated[str, "fields"]
 
 _T = TypeVar("_T")
 _KINDS = {bool: "bool", int: "int", float: "real", str: "text"}

@@ -59,6 +59,7 @@ def is_staged(paths: str) -> bool:
     return paths.lstrip().startswith("{")
 
 
-def is_mixture_file(path: str) -> bool:
-    """Returns whether a dataset path names a file that lists the sources of a mixture."""
-    return path.lower().endswith(_MIXTURE_FILES) and not glob.has_magic(path) and ";" not in path
+def is_mixture_file(path: str, dataset_type: str) -> bool:
+    """Returns whether a dataset path names a file that lists the sources of a mixture; of `json` only YAML does."""
+    suffixes = tuple(suffix for suffix in _MIXTURE_FILES if suffix != f".{dataset_type}")
+    return path.lower().endswith(suffixes) and not glob.has_magic(path) and ";" not in path

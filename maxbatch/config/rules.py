@@ -13,7 +13,7 @@ from maxbatch.config.keys import Keyed, Part
 from maxbatch.config.matrices import KEPT_OF_EXPERTS, OF_PEFT, global_head_dim
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.recipes import Recipe, check_kind
-from maxbatch.config.sections import KEYS, READY_TASKS, STORES, AllKeys, customised_tensors, names_of
+from maxbatch.config.sections import KEYS, READY_TASKS, RECORD_TYPES, STORES, AllKeys, customised_tensors, names_of
 from maxbatch.config.values import Value, in_brackets, in_runs, in_tokens, shown, value_text
 from maxbatch.system.errors import ConfigError
 
@@ -22,7 +22,7 @@ PRETRAINING_BATCH = names_of(Part.BATCH) + names_of(Part.RAMP)
 _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
 _WITHOUT_PATH = ("python_stdlib", "synthetic", *READY_TASKS)
-_WITH_RECORDS = ("jsonl", "parquet", "tokens")
+_WITH_RECORDS = (*RECORD_TYPES, "tokens")
 # Decays per update, each with its alternative in tokens.
 _IN_TOKENS = {
     "adam_b1": "adam_b1_half_life",
@@ -125,14 +125,16 @@ def refuse_pairs_without_prompts(values: Values, remedies: Mapping[str, str]) ->
 
 def likely_type(path: str) -> str:
     """Returns the dataset_type that fits a path's name."""
-    return next((kind for kind in ("jsonl", "parquet", "arrayrecord", "tfrecord") if f".{kind}" in path), "text")
+    if ".json.gz" in path:  # lines of JSON under this name are common
+        return "jsonl"
+    return next((kind for kind in (*RECORD_TYPES, "arrayrecord", "tfrecord") if f".{kind}" in path), "text")
 
 
 def check_data_paths(values: Keyed) -> None:
     """Raises ConfigError for a path that would not be read, or held-out data stated twice."""
     kind = values["dataset_type"]
     stated = [name for name in ("dataset_path", "eval_dataset_path") if values[name]]
-    if kind == "python_stdlib" and is_mixture_file(str(values["dataset_path"])):
+    if kind == "python_stdlib" and is_mixture_file(str(values["dataset_path"]), kind):
         stated.remove("dataset_path")  # each source has its own type
     if kind in _WITHOUT_PATH and stated:
         path = str(values[stated[0]])
@@ -140,9 +142,9 @@ def check_data_paths(values: Keyed) -> None:
         works = f"dataset_type={likely_type(path)}" if kind == "python_stdlib" else emptied
         raise ConfigError(f"{stated[0]}={shown(path)}: dataset_type={kind} reads no path; works: {works}")
     recipe = Recipe.of(values)
-    if recipe.fields and kind not in _WITH_RECORDS and not is_mixture_file(str(values["dataset_path"])):
+    if recipe.fields and kind not in _WITH_RECORDS and not is_mixture_file(str(values["dataset_path"]), kind):
         raise ConfigError(f"dataset_type={kind}: {recipe.key}=true reads records ({recipe.fields}) "
-                          f"of jsonl, parquet or prepared tokens; works: {recipe.key}=false")  # fmt: skip
+                          f"of {', '.join(RECORD_TYPES)} or prepared tokens; works: {recipe.key}=false")  # fmt: skip
     held_out, share = values["eval_dataset_path"], values["eval_fraction"]
     if held_out and share:
         raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} already "

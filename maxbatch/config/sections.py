@@ -15,6 +15,7 @@ from maxbatch.config.keys import (
     Choice,
     DataPaths,
     Exact,
+    FieldNames,
     Fixes,
     Key,
     LocalPath,
@@ -56,8 +57,21 @@ RematPolicy = Literal["none", "minimal_with_context", "minimal", "save_qkv_proj"
 Quantization = Literal["", "int8", "fp8"]
 ReadyTask = Literal["arithmetic", "sorting"]
 DatasetType = Literal[
-    "python_stdlib", "synthetic", "text", "jsonl", "parquet", "arrayrecord", "tfrecord", "tokens", "megatron", ReadyTask
+    "python_stdlib",
+    "synthetic",
+    "text",
+    "jsonl",
+    "json",
+    "csv",
+    "tsv",
+    "parquet",
+    "arrayrecord",
+    "tfrecord",
+    "tokens",
+    "megatron",
+    ReadyTask,
 ]
+RECORD_TYPES = ("jsonl", "json", "csv", "tsv", "parquet")  # types of data whose records have fields
 STORES = ("tokens", "megatron")  # types of data that are token ids already
 READY_TASKS: tuple[str, ...] = get_args(ReadyTask)  # reinforcement learning without a download
 
@@ -458,9 +472,9 @@ class AdapterConfig(Section, changes="the adapters"):
 class DataConfig(Section, changes="the data"):
     """Data: stream[0], stream[1] and so on."""
 
-    dataset_type: DatasetType = key("python_stdlib", "python_stdlib | synthetic | text | jsonl | parquet | "
-        "arrayrecord | tfrecord | tokens (see prepare) | megatron (.bin and .idx); rl: arithmetic | sorting | jsonl | "
-        "parquet", Fixes.RECORDS, changes="")
+    dataset_type: DatasetType = key("python_stdlib", "python_stdlib | synthetic | text | jsonl | json (an array "
+        "of objects) | csv | tsv | parquet | arrayrecord | tfrecord | tokens (see prepare) | megatron (.bin and .idx); "
+        "rl: arithmetic | sorting | jsonl | json | csv | tsv | parquet", Fixes.RECORDS, changes="")
     dataset_path: DataPaths = key("", 'a file, a folder or a glob; a list of them; a mixture: "a,0.7;b,0.3", its file '
         '(*.yml), or by position "{0: {a: 0.7, b: 0.3}, 1Bt: {a: 0.5, b: 0.5}}"', Fixes.CONTENT, changes="")
     eval_dataset_path: DataPaths = key("",
@@ -469,8 +483,11 @@ class DataConfig(Section, changes="the data"):
     eval_fraction: float = key(0,
         "share of the documents held out, evenly spread; python_stdlib holds out a fixed list", Fixes.CONTENT,
         BELOW_ONE, "share of the documents", maxtext=OURS, warm_start=False)
-    text_field: str = key("text", "jsonl, parquet, tfrecord, arrayrecord examples: the field that holds the text",
+    text_field: str = key("text", "jsonl, json, csv, tsv, parquet, tfrecord, arrayrecord examples: the field "
+        "that holds the text",
         Fixes.RECORDS, maxtext="train_data_columns", warm_start=False, changes="")
+    record_fields: FieldNames = key("", "records, the names of fields that have other names: "
+        '"{prompt: question, completion: answer}"', Fixes.RECORDS, maxtext=OURS, changes="")
     record_format: Literal["text", "example"] = key("text",
         "arrayrecord: text (UTF-8) | example (tf.train.Example)", Fixes.RECORDS, maxtext=OURS, changes="")
     skip_bad_records: bool = key(False, "true: unreadable records are left out and counted; false: they are an error",

@@ -22,7 +22,7 @@ Number = int | float | Fraction
 Value = bool | Number | str | None
 
 NULLS = ("", "~", "null", "none")
-TEXTS = ("text", "local", "path", "paths")
+TEXTS = ("text", "local", "path", "paths", "fields")
 
 SUFFIXES = "suffixes K, M, B, T; Ki, Mi, Gi, Ti"  # for messages
 _SUFFIXES = {
@@ -80,7 +80,7 @@ class Scalar:
 
     Its kind is bool; choice; choices (several, joined by ","); int; quantity (whole, with suffixes such as K or Mi);
     batch (samples, a whole number, or tokens, a text such as 2Mit); real; exact (a decimal or fraction without
-    rounding); text; path (of this machine); or paths (of data, joined by ";").
+    rounding); text; path (of this machine); paths (of data, joined by ";"); or fields (names by names, in braces).
     """
 
     name: str  # its source, for messages
@@ -104,6 +104,8 @@ class Scalar:
             return None
         if self.kind in TEXTS:
             self._check_place(text)
+            if self.kind == "fields":
+                return "" if is_null else self._fields(text)
             # A text is null when empty; an unquoted "none" is a word.
             return text if not is_null or text.strip().lower() == "none" else ""
         if self.kind == "batch" and text.endswith("t"):
@@ -137,6 +139,15 @@ class Scalar:
             return text.lower() == "true"
         nearest = "true" if text.lower() in ("1", "yes", "on", "y", "t") else "false"
         raise self.fault(text, "true or false", nearest)
+
+    def _fields(self, text: str) -> str:
+        """Returns names by names in one form, or "" for none."""
+        if not text.strip():
+            return ""
+        if (names := field_names(text)) is None:
+            rule = "names by names, each once, such as {prompt: question, completion: answer}"
+            raise self.fault(text, rule, "'{prompt: question, completion: answer}'")
+        return f"{{{', '.join(f'{ours}: {theirs}' for ours, theirs in names.items())}}}"
 
     def _tokens(self, text: str) -> str:
         """Returns a batch in tokens as it is stated."""
@@ -209,6 +220,23 @@ def in_brackets(text: str) -> list[str]:
 
 # The parsed number, or None for other text; and the nearest valid value, a text or a number.
 _Parsed = tuple[Number | None, Fraction | str | None]
+
+
+def field_names(text: str) -> dict[str, str] | None:
+    """Returns the names that `{ours: theirs, ...}` gives, by ours; None for another text.
+
+    A name cannot contain a comma, a colon or a brace.
+    """
+    names: dict[str, str] = {}
+    inner = text.strip()
+    if inner[:1] == "{" and inner[-1:] == "}":
+        inner = inner[1:-1]
+    for pair in filter(str.strip, inner.split(",")):
+        ours, colon, theirs = (part.strip().strip("'\"") for part in pair.partition(":"))
+        if not (ours and colon and theirs) or ours in names or re.search(r"[:{}]", ours + theirs):
+            return None
+        names[ours] = theirs
+    return names
 
 
 def _whole(text: str) -> _Parsed:

@@ -32,6 +32,8 @@ _TAGS = frozenset([MERGED]) | frozenset(f"tag:yaml.org,2002:{name}" for name in 
 _LISTS = frozenset(name for name, key in KEYS.items() if key.kind == "paths")
 # Keys that may be lists in a file and keep their brackets, because [] differs from null.
 _BRACKETED = frozenset({"adamw_mask"})
+# Keys that may be mappings of names in a file: {a: b} is "{a: b}".
+_FIELD_NAMES = frozenset(name for name, key in KEYS.items() if key.kind == "fields")
 # Keys that may be lists of words in a file: [a, b] is "a,b".
 _WORD_LISTS = {"mlp_activations", "attention_type", *(name for name, key in KEYS.items() if key.kind == "choices")}
 
@@ -183,6 +185,8 @@ def _entry(name: str, node: yaml.Node, where: str) -> Entry:
         return Entry(name, f"[{','.join(str(item.value) for item in node.value)}]", False, where)
     if name == "dataset_path" and isinstance(node, yaml.MappingNode):
         return Entry(name, _in_braces(node, where), False, where)
+    if name in _FIELD_NAMES and isinstance(node, yaml.MappingNode):
+        return Entry(name, field_names_text(node, name, where), False, where)
     if name not in KEYS and not isinstance(node, yaml.ScalarNode):
         return Entry(name, _as_json(node), False, where)  # refused later, with all unknown keys
     if not isinstance(node, yaml.ScalarNode):
@@ -216,6 +220,13 @@ def _in_braces(node: yaml.Node, where: str) -> str:
         return ((name, plain(below)) for name, below, _ in pairs(Path(where.rpartition(":")[0]), value))
 
     return json.dumps(dict(texts(node)), ensure_ascii=False)
+
+
+def field_names_text(node: yaml.MappingNode, name: str, where: str) -> str:
+    """Returns a mapping of names to names on one line."""
+    if not all(isinstance(part, yaml.ScalarNode) for pair in node.value for part in pair):
+        raise ConfigError(f"{where}: {name} must map names to names; works: {name}: {{prompt: question}}")
+    return "{" + ", ".join(f"{ours.value}: {theirs.value}" for ours, theirs in node.value) + "}"
 
 
 def _path_item(node: yaml.Node, name: str) -> str:

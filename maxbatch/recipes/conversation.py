@@ -29,10 +29,13 @@ class ConversationRecipe(TrainedRecipe):
     answers_evals = True
 
     def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> Conversations:
+        from maxbatch.config.values import field_names
         from maxbatch.data.store.conversations import Conversations
 
-        completion_only, skips = config.sft_train_on_completion_only, config.skip_bad_records
-        return Conversations(tokenizer, completion_only, skips, config.sft_format, config.text_field)
+        named = tuple(field_names(config.record_fields) or {})
+        return Conversations(
+            tokenizer, config.sft_train_on_completion_only, config.sft_format, config.text_field, named
+        )
 
     def has_made(self, made: Mapping[str, object] | None) -> bool:
         return made is not None and not {"kind", "pairs"} & made.keys()  # the oldest kind, without a name in its stores

@@ -95,7 +95,7 @@ class PairRecipe(TrainedRecipe):
             raise config.fault("dpo_label_smoothing", "0 beside dpo_algo=orpo, whose loss has none", "0")
 
     def encoder(self, config: DataConfig, tokenizer: Tokenizer) -> PairRecords:
-        return PairRecords(tokenizer, completion_only=True, skip_bad_records=config.skip_bad_records)
+        return PairRecords(tokenizer, completion_only=True)
 
     def has_made(self, made: Mapping[str, object] | None) -> bool:
         return made is not None and bool(made.get("pairs"))  # its stores predate the names of kinds

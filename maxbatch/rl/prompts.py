@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -25,6 +26,7 @@ from maxbatch.data.store.conversations import messages_of
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
+from maxbatch.data.store.skipped import kind_of, skipped_text
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import check_special_tokens, make_tokenizer
 from maxbatch.data.stream.mixture import read_mixture
@@ -36,10 +38,12 @@ from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.refusals import check_lengths, check_type
 from maxbatch.rl.templates import Template
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.warning import note
 
 # Part of every identity; raise it when the same settings give other prompts.
 _PROMPTS_VERSION = 1
 _TEXTS_AT_ONCE = 1024
+_RECORD = "the record"  # of a message, where its place is not known yet
 
 
 @dataclass(frozen=True, eq=False)
@@ -231,45 +235,70 @@ class _Dataset(NamedTuple):
     has_chats: bool  # whether any is a conversation
 
 
+class _PromptRecord(NamedTuple):
+    """A record of a dataset of prompts."""
+
+    json: bytes  # an object; b"" for a record that is left out
+    where: Callable[[], str]  # its place, for messages; may read its file again
+    reason: str = ""  # why it is left out
+
+
 def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
-    where, lines = _open(config, key)
+    where, records = _open(config, key)
     content = hashlib.blake2b(digest_size=16)
-    kept: list[tuple[int, bytes, Written]] = []  # number from 1, record, prompt
-    number, first_problem = 0, None
-    for number, record in enumerate(lines, 1):
-        if not record:
+    kept: list[tuple[_PromptRecord, Written]] = []
+    reasons, first_problem = Counter[str](), None
+    for record in records:
+        if not record.json:
+            reasons[kind_of(record.reason)] += 1
             continue
         try:
-            prompt = text.of(json.loads(record), f"record {number}")
+            prompt = text.of(json.loads(record.json), _RECORD)
         except ConfigError as error:
+            first_problem = first_problem or _fault(text, record)
             if not config.skip_bad_records:
-                raise
-            first_problem = first_problem or error
+                raise first_problem from None
+            reasons[kind_of(str(error).partition(f"{_RECORD}: ")[2])] += 1
             continue
-        kept.append((number, record, prompt))
-        for part in (record, prompt.text.encode("utf-8")):
+        kept.append((record, prompt))
+        for part in (record.json, prompt.text.encode("utf-8")):
             content.update(len(part).to_bytes(8, "little"))
             content.update(part)
     if not kept:
         raise first_problem or ConfigError(f"{where}: has no record that makes a prompt")
-    lengths: dict[int, int] = {}
+    if skipped := reasons.total():
+        note(f"{where}: {skipped_text(skipped, reasons)}")
+    lengths: list[int] = []
     for begin in range(0, len(kept), _TEXTS_AT_ONCE):
-        numbers, _, prompts = zip(*kept[begin : begin + _TEXTS_AT_ONCE], strict=True)
-        lengths |= zip(numbers, map(len, text.tokens(prompts)), strict=True)
-    check_lengths(config, where, lengths)
-    has_chats = any(prompt.is_chat for _, _, prompt in kept)
-    return _Dataset([record for _, record, _ in kept], content.hexdigest(), number - len(kept), has_chats)
+        lengths += map(len, text.tokens([prompt for _, prompt in kept[begin : begin + _TEXTS_AT_ONCE]]))
+    check_lengths(config, lengths, lambda number: kept[number][0].where())
+    has_chats = any(prompt.is_chat for _, prompt in kept)
+    return _Dataset([record.json for record, _ in kept], content.hexdigest(), skipped, has_chats)
 
 
-def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[bytes]]:
-    """Returns a dataset's name for messages, and its records as JSON, b"" for skipped ones."""
+def _fault(text: PromptText, record: _PromptRecord) -> ConfigError:
+    """Returns the error for a record that makes no prompt, with its place."""
+    try:
+        text.of(json.loads(record.json), record.where())
+    except ConfigError as error:
+        return error
+    raise AssertionError("a record that made no prompt makes none again")
+
+
+def _open(config: PromptConfig, key: str) -> tuple[str, Iterator[_PromptRecord]]:
+    """Returns a dataset's name for messages, and its records."""
     if task := TASKS.get(config.dataset_type):
-        return f"dataset_type={config.dataset_type}", map(record_as_json, task.records())
+        where = f"dataset_type={config.dataset_type}"
+        numbered = enumerate(map(record_as_json, task.records()), 1)
+        return where, (
+            _PromptRecord(record, partial("{} record {}".format, where, number)) for number, record in numbered
+        )
     source = DocumentSource.from_config(config, key, whole_records=True)
 
-    def records() -> Iterator[bytes]:
+    def records() -> Iterator[_PromptRecord]:
         for document in source.documents():
-            yield document.utf8
+            where = partial(source.where, document._replace(utf8=b""))
+            yield _PromptRecord(document.utf8, where, document.reason)
         source.refuse_changed()
 
     return f"{key}={source.value!r}", records()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 
 from maxbatch.config.combined import PromptConfig
-from maxbatch.config.sections import READY_TASKS, RLConfig
+from maxbatch.config.sections import READY_TASKS, RECORD_TYPES, RLConfig
 from maxbatch.rl.ready_tasks import TASKS
 from maxbatch.rl.reward_functions import scorer
 from maxbatch.rl.reward_terms import parse_rewards, reward_error, sources_of
@@ -38,10 +38,10 @@ def check_policy(config: RLConfig, prompts: PromptConfig, compiled_dir: str) -> 
 
 def check_type(dataset_type: str) -> None:
     """Raises ConfigError for a dataset type whose records lack fields."""
-    if dataset_type not in (*READY_TASKS, "jsonl", "parquet"):
+    if dataset_type not in (*READY_TASKS, *RECORD_TYPES):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
         raise ConfigError(f"dataset_type={dataset_type}: prompts, which batch_size counts, come from records with "
-                          f"fields: one of {', '.join(READY_TASKS)}, jsonl, parquet; works: dataset_type={nearest}, or "
+                          f"fields: one of {', '.join((*READY_TASKS, *RECORD_TYPES))}; works: dataset_type={nearest}, or "
                           "batch_size=null and global_batch_size for documents")  # fmt: skip
 
 
@@ -61,26 +61,27 @@ def _check_ready_prompts(config: PromptConfig) -> None:
     records = TASKS[config.dataset_type].records()
     texts = [template.fill(record, f"record {number}") for number, record in enumerate(records, 1)]
     if config.tokenizer_type == "byte":
-        lengths = {number: len(text.encode()) + config.add_bos for number, text in enumerate(texts, 1)}
-        check_lengths(config, where, lengths)
+        lengths = [len(text.encode()) + config.add_bos for text in texts]
+        check_lengths(config, lengths, lambda number: f"{where} record {number + 1}")
     if 0 < config.eval_fraction * len(records) < 1:  # the split imports NumPy, which would slow a plan
         from maxbatch.data.store.heldout import HeldOutFraction
 
         HeldOutFraction.of(config.eval_fraction).refuse_empty(len(records), "prompts")
 
 
-def check_lengths(config: PromptConfig, where: str, lengths: Mapping[int, int]) -> None:
-    """Raises ConfigError if a record's prompt, by its number from 1, has no token or too many."""
-    longest, shortest = max(lengths, key=lambda n: lengths[n]), min(lengths, key=lambda n: lengths[n])
+def check_lengths(config: PromptConfig, lengths: Sequence[int], where: Callable[[int], str]) -> None:
+    """Raises ConfigError if a prompt, by its number from 0, has no token or too many; `where` names its record."""
+    numbers = range(len(lengths))
+    longest, shortest = max(numbers, key=lambda n: lengths[n]), min(numbers, key=lambda n: lengths[n])
     most = config.max_prefill_predict_length
     if lengths[longest] > most:
-        others = sum(length > most for length in lengths.values()) - 1
+        others = sum(length > most for length in lengths) - 1
         more = f", and {others} more are too long" if others else ""
         works = f"max_prefill_predict_length={lengths[longest]}"
         if lengths[longest] >= config.max_target_length:
             works += f" max_target_length={lengths[longest] + config.max_target_length - most}"
-        raise ConfigError(f"max_prefill_predict_length={most}: the prompt of record {longest} of {where} has "
+        raise ConfigError(f"max_prefill_predict_length={most}: the prompt of {where(longest)} has "
                           f"{lengths[longest]} tokens{more}; works: {works}")  # fmt: skip
     if not lengths[shortest]:
-        raise ConfigError(f"add_bos=false: the prompt of record {shortest} of {where} has no token to respond to; "
+        raise ConfigError(f"add_bos=false: the prompt of {where(shortest)} has no token to respond to; "
                           "works: add_bos=true")  # fmt: skip

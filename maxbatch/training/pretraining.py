@@ -176,13 +176,13 @@ def _open_tasks(stated: EvaluationConfig, parts: Parts) -> Tasks | None:
 def _agree_on_data(stream: Stream | None, path: str, unit: str, num_loading_hosts: int) -> TaskData:
     """Returns the facts of the first host; the others must read the same data."""
 
-    def facts() -> tuple[Mapping[str, object], int | None]:
+    def facts() -> tuple[Mapping[str, object], int | None, Sequence[str]]:
         assert stream is not None, "the first host loads data"
-        return stream.identity, stream.samples_per_epoch
+        return stream.identity, stream.samples_per_epoch, stream.notes
 
-    identity, samples_per_epoch = broadcast(facts)
+    identity, samples_per_epoch, notes = broadcast(facts)
     check_same_data(f"dataset_path={path!r}", stream.identity if stream is not None else identity)
-    return TaskData(identity, samples_per_epoch, num_loading_hosts, unit)
+    return TaskData(identity, samples_per_epoch, num_loading_hosts, unit, tuple(notes))
 
 
 @dataclass(frozen=True, eq=False)

@@ -593,6 +593,8 @@ class Session(Generic[B]):
         self.console.print(
             f"{parameters_in_words(self.planned.abstract)}{of_model} | {stream}{epoch} | {self.config.run_dir}{resumed}"
         )
+        for text in data.notes:
+            self.console.print(folded(f"{self.config.dataset_path}: {text}", 2, self.console.width))
         if self.config.run_name or self.config.base_output_directory:
             where, name = self.config.base_output_directory, self.config.run_name
             self.console.print(f"base_output_directory {where or 'runs'} | run_name {name or '(none)'}")

@@ -34,6 +34,7 @@ class TaskData(NamedTuple):
     samples_per_epoch: int | None  # None for a mixture, which has no epoch of its own
     num_loading_hosts: int = 1  # hosts that read them
     unit: str = "samples"  # what `samples_seen` counts
+    notes: tuple[str, ...] = ()  # records left out, cut or split, and why
 
 
 def check_same_data(stated: str, own: Mapping[str, object]) -> None:

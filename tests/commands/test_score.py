@@ -131,17 +131,37 @@ def test_texts_are_tokenised_by_the_models_tokenizer(run_dir: Path, capsys) -> N
 @pytest.mark.parametrize(
     ("record", "problem"),
     [
-        ({"tokens": [1, 320]}, "record 2: token 320 is not an id of this model, whose ids are 0 to 319"),
-        ({"tokens": "ab"}, "record 2: field tokens must be a list of whole numbers"),
-        ({"text": 3}, "record 2: field text is a int"),
-        ({"body": 3}, "record 2: needs text, tokens, messages, or prompt and completion; its fields: 'body'"),
-        (talk("a"), "record 2: ends with a message of the user, and no message of the assistant"),
+        ({"tokens": [1, 320]}, "line 2: token 320 is not an id of this model, whose ids are 0 to 319"),
+        ({"tokens": "ab"}, "line 2: field tokens must be a list of whole numbers"),
+        ({"text": 3}, "line 2: field text is a int"),
+        ({"body": 3}, "line 2: needs text, tokens, messages, or prompt and completion; its fields: 'body'"),
+        (talk("a"), "line 2: ends with a message of the user, and no message of the assistant"),
     ],
 )
 def test_a_record_that_cannot_be_scored_is_one_line(run_dir: Path, capsys, record: Any, problem: str) -> None:
     file = write_jsonl(Path("a.jsonl"), [{"tokens": [1, 2]}, record])
     assert main(["score", str(run_dir), str(file)]) == 2
     assert problem in capsys.readouterr().err
+
+
+def test_bad_records_are_left_out_and_counted_if_asked(run_dir: Path, capsys) -> None:
+    file = write_jsonl(Path("a.jsonl"), [{"tokens": [1, 2]}, {"text": None}, {"tokens": [1, 2]}])
+    file.write_text(file.read_text() + "no JSON\n")
+    assert main(["score", str(run_dir), str(file), "--json", "skip_bad_records=true"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert [record["record"] for record in found["records"]] == [1, 3]
+    assert [record["record"] for record in found["skipped_records"]] == [2, 4]
+    assert "2 records left out: 1 x field text is null, not a text, 1 x not JSON" in printed.err
+
+
+def test_records_of_a_table_are_scored_by_the_names_of_its_columns(run_dir: Path, capsys) -> None:
+    Path("a.csv").write_text("body,more\nab,1\n")
+    assert main(["score", str(run_dir), "a.csv", "--json", "record_fields={text: body}"]) == 0
+    of_table = json.loads(capsys.readouterr().out)
+    write_jsonl(Path("a.jsonl"), [{"text": "ab"}])
+    assert main(["score", str(run_dir), "a.jsonl", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == of_table
 
 
 def test_people_see_the_loss_of_each_record(run_dir: Path, capsys) -> None:

@@ -187,15 +187,15 @@ def test_bad_records_are_an_error_or_left_out_and_counted(tmp_path: Path) -> Non
         ("Q: question", "has no field, so that all prompts would be the same"),
         ("{}", "fields go by their names"),
         ("{0}", "fields go by their names"),
-        ("{hints[0][no]}", "cannot be filled by record 1 (KeyError: 'no')"),
-        ("{hints[4]}", "cannot be filled by record 1 (IndexError"),
-        ("{question:d}", "cannot be filled by record 1 (ValueError"),
+        ("{hints[0][no]}", "cannot be filled by {path} line 1 (KeyError: 'no')"),
+        ("{hints[4]}", "cannot be filled by {path} line 1 (IndexError"),
+        ("{question:d}", "cannot be filled by {path} line 1 (ValueError"),
     ],
 )  # fmt: skip
 def test_a_template_that_cannot_be_filled_is_one_line(path: Path, template: str, said: str) -> None:
     with pytest.raises(ConfigError) as error:
         PromptSource(config(path, f"prompt_template={template}")).train()
-    assert str(error.value).startswith("prompt_template=") and said in str(error.value)
+    assert str(error.value).startswith("prompt_template=") and said.replace("{path}", str(path)) in str(error.value)
     assert "\n" not in str(error.value)
 
 
@@ -206,7 +206,7 @@ def test_templates_reach_into_fields_and_write_braces(path: Path) -> None:
 
 def test_a_null_field_is_no_text(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "prompts.jsonl", [{"question": "a"}, {"question": None}])
-    with pytest.raises(ConfigError, match="record 2: field 'question' is null"):
+    with pytest.raises(ConfigError, match="line 2: field 'question' is null"):
         PromptSource(config(path)).train()
 
 
@@ -217,7 +217,7 @@ def test_a_prompt_that_is_too_long_names_the_length_that_works(tmp_path: Path) -
     with pytest.raises(ConfigError) as error:
         PromptSource(config(path, *overrides, "max_prefill_predict_length=6"))
     assert str(error.value) == (
-        f"max_prefill_predict_length=6: the prompt of record 3 of dataset_path={str(path)!r} has 10 tokens, and 2 "
+        f"max_prefill_predict_length=6: the prompt of {path} line 3 has 10 tokens, and 2 "
         "more are too long; works: max_prefill_predict_length=10"
     )
     assert PromptSource(config(path, *overrides, "max_prefill_predict_length=10")).train().num_prompts == 3
@@ -245,7 +245,7 @@ def test_what_is_no_text_is_no_prompt_and_can_be_left_out(
     overrides = [f"prompt_template={template}", "max_prefill_predict_length=9"]
     if "[0]" in template:
         write_jsonl(path, [{"question": value}, {"question": ["ab"]}])
-    with pytest.raises(ConfigError, match=f"record 1: {problem}"):
+    with pytest.raises(ConfigError, match=f"line 1: {problem}"):
         PromptSource(config(path, *overrides)).train()
     kept = PromptSource(config(path, *overrides, "skip_bad_records=true")).train()
     assert (kept.num_prompts, kept.skipped_records) == (1, 1)
@@ -296,7 +296,7 @@ def test_messages_are_a_prompt_by_the_chat_template_and_answers_end_with_its_tur
     assert prompts.end_ids == tuple(prompts.tokenizer.encode_markup_batch(["<|im_end|>"])[0].tolist())
 
     write_jsonl(path, [{"messages": [user, assistant]}])
-    with pytest.raises(ConfigError, match="record 1: the last message is the assistant's"):
+    with pytest.raises(ConfigError, match="line 1: the last message is the assistant's"):
         PromptSource(config(path, *keys))
     write_jsonl(path, [{"messages": [user]}])
     with pytest.raises(ConfigError, match="has no chat template"):

@@ -297,7 +297,7 @@ def written(translation: Translation, source: str) -> str:
     config = load_config(overrides=[f"{name}={text}" for name, text in translation.settings.items()])
     check_dataset(config)  # as plan does
     stated_batches(config.plan)
-    if not is_mixture_file(config.dataset_path):  # the file may be on another machine
+    if not is_mixture_file(config.dataset_path, config.dataset_type):  # the file may be on another machine
         read_mixture(config.stream)
     lines = [f"# from {shown(source)} by maxbatch import"]
     for name, key in KEYS.items():

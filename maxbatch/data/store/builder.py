@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import dataclass, field
@@ -22,12 +23,12 @@ import numpy as np
 
 from maxbatch.config.combined import StoreConfig
 from maxbatch.data.store.blocks import BLOCKS
-from maxbatch.data.store.conversations import RecordError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import CUTTING
 from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.shards import KeepShard, RemoteShards, Shard, ShardWriter
+from maxbatch.data.store.skipped import reasons_text
 from maxbatch.data.store.store import Manifest
 from maxbatch.data.store.token_store import (
     MANIFEST,
@@ -167,7 +168,7 @@ class _Total:
 
     content: hashlib.blake2b = field(default_factory=new_content_hash)
     held_out: list[int] = field(default_factory=list)
-    skipped: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)  # records left out, by the kind of their problem
     text_bytes: int = 0
 
 
@@ -184,13 +185,15 @@ def _written(
     source, layout = build.source, TokenLayout.from_config(build.config, build.tokenizer)
     recipe = StoreRecipe.of(build.config.recipe)
     tokeniser = Tokeniser(source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer))
-    total, tokens, jobs_done = _Total(skipped=len(source.missing_shards)), list[int](), 0
+    total, tokens, jobs_done = _Total(), list[int](), 0
+    if source.missing_shards:
+        total.reasons["a missing shard"] = len(source.missing_shards)
 
     def add(done: Tokenised) -> None:
         total.held_out += [table.documents + number for number in done.held_out]
         table.append(np.frombuffer(done.lengths, np.int64))
         total.content.update(done.digests)
-        total.skipped += done.skipped
+        total.reasons.update(done.reasons)
         total.text_bytes += done.text_bytes
         build.progress(done.source_bytes)
 
@@ -206,17 +209,13 @@ def _written(
             for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build), build.cluster):
                 add(done)
                 writer.end_job(done)
-    except RecordError as error:
-        records = table.documents // recipe.documents_per_record
-        number = 1 + records + total.skipped - len(source.missing_shards) + error.number
-        left_out = "skip_bad_records=true leaves such records out"
-        raise source.error(f"record {number}: {error.problem}; {left_out}") from error
     except ConfigError:
         # A file that changes while it is read looks damaged; report the change instead.
         source.refuse_changed()
         raise
     if not table.documents:
-        raise source.error(f"holds no document ({total.skipped} empty or unreadable records were left out)")
+        raise source.error(f"holds no document ({total.reasons.total()} empty or unreadable records were left out"
+                           f"{reasons_text(total.reasons)})")  # fmt: skip
     source.refuse_changed()
     itemsize = np.dtype(layout.dtype).itemsize
     sizes = [count * itemsize for count in (*tokens, *writer.sizes)]
@@ -230,7 +229,8 @@ def _written(
         "documents": table.documents,
         "tokens": table.tokens,
         "text_bytes": total.text_bytes,
-        "skipped_records": total.skipped,
+        "skipped_records": total.reasons.total(),
+        **({"skipped_reasons": dict(sorted(total.reasons.items()))} if total.reasons else {}),
         "held_out": total.held_out,
         "tokenizer": build.tokenizer.identity,
         "vocab_size": build.tokenizer.vocab_size,

@@ -24,7 +24,7 @@ that the prompt has by itself, or else generation would begin differently from t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -53,23 +53,15 @@ _MAY_BE_EMPTY = ("system", "developer", "tool", "function", "ipython")
 _CALLS = ("tool_calls", "function_call")  # fields of an assistant's message that may have no content
 
 
-class RecordError(ConfigError):
-    """A record that cannot be used, by its number from 0; the message is the reason."""
-
-    def __init__(self, number: int, problem: str):
-        super().__init__(number, problem)
-        self.number, self.problem = number, problem
-
-
 @dataclass(frozen=True)
 class Conversations:
     """An encoder of records as tokens, each of which is trained on or not."""
 
     tokenizer: Tokenizer
     completion_only: bool
-    skip_bad_records: bool
     form: str = "auto"  # a key of _FIELDS, or auto
     text_field: str = "text"
+    named_fields: Collection[str] = ()  # fields that `record_fields` names
 
     needs_trained: ClassVar[bool] = False  # whether a document without a token to train on is an error
 
@@ -92,27 +84,24 @@ class Conversations:
         """Returns the documents of a record; raises ConversationError if it has none."""
         return [self._conversation(record)]
 
-    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | None]:
-        """Returns the documents of records, which are JSON objects.
+    def encode_batch(self, records: Sequence[bytes]) -> list[tuple[Encoded, ...] | ConversationError]:
+        """Returns the documents of records, which are JSON objects, or why a record is bad.
 
-        None stands for a record that `skip_bad_records` leaves out.
+        A bad record has no conversation, or one in which trained tokens cannot be told from others.
 
         Raises:
-          RecordError: a record without a conversation, or one in which trained tokens cannot be told from others.
           ConfigError: the tokenizer has no chat template, and a record needs it.
         """
         read = [self._read(record) for record in records]
         conversations = [one for parts in read for one in parts if isinstance(one, Conversation)]
         rendered = iter(self.template.render(conversations) if conversations else [])
-        encoded: list[tuple[Encoded, ...] | None] = []
-        for number, parts in enumerate(read):
+        encoded: list[tuple[Encoded, ...] | ConversationError] = []
+        for parts in read:
             found = [next(rendered) if isinstance(one, Conversation) else one for one in parts]
             try:
                 encoded.append(tuple(map(self._encoded, found)))
             except ConversationError as error:
-                if not self.skip_bad_records:
-                    raise RecordError(number, str(error)) from error
-                encoded.append(None)
+                encoded.append(error)
         return encoded
 
     def _read(self, utf8: bytes) -> Sequence[Conversation | Texts | ConversationError]:
@@ -188,10 +177,11 @@ class Conversations:
         def has(form: str) -> bool:
             return all(record.get(name) is not None for name in fields[form])
 
-        form = next(filter(has, fields), None) if self.form == "auto" else self.form
+        stated = _form_of(self.form, self.named_fields)
+        form = next(filter(has, fields), None) if stated == "auto" else stated
         if form is None or not has(form):
             ways = [" and ".join(names) for names in fields.values()] if form is None else [" and ".join(fields[form])]
-            key = "use_sft=true" if form is None else f"sft_format={form}"
+            key = "use_sft=true" if form is None or self.form == "auto" else f"sft_format={form}"
             raise ConversationError(f"{key} needs {', or '.join(ways)}; its fields: {shown_fields(record)}")
         if form == "text":
             return Texts("", answer_of(_text(record, self.text_field), self.text_field))
@@ -210,6 +200,12 @@ class Conversations:
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         return Conversation(messages, extras_of(record))
+
+
+def _form_of(stated: str, names: Collection[str]) -> str:
+    """Returns the form of records: the stated one, or for `auto` one whose fields `record_fields` all names."""
+    named = (form for form, fields in _FIELDS.items() if all(field and field in names for field in fields))
+    return next(named, stated) if stated == "auto" else stated
 
 
 class Encoded(NamedTuple):
@@ -235,7 +231,7 @@ def _prompted(record: Mapping[str, object]) -> Conversation | Texts:
         return Conversation([*asked, *answered], extras_of(record), len(asked))
     for name, value in (("prompt", prompt), ("completion", completion)):
         if not isinstance(value, str | list):
-            raise ConversationError(f"field {name} is {_kind(value)}, not a text or a list of messages")
+            raise ConversationError(f"field {name} is {kind_of_value(value)}, not a text or a list of messages")
     raise ConversationError("fields prompt and completion must be both texts, or both lists of messages")
 
 
@@ -250,7 +246,7 @@ def _text(record: Mapping[str, object], name: str, default: str | None = None) -
     value = record.get(name)
     value = default if value is None else value
     if not isinstance(value, str):
-        raise ConversationError(f"field {name} is {_kind(value)}, not a text")
+        raise ConversationError(f"field {name} is {kind_of_value(value)}, not a text")
     return value
 
 
@@ -287,7 +283,7 @@ def _is_trained(message: Mapping[str, object], number: int) -> bool | None:
 def messages_of(value: object, field: str) -> list[dict[str, object]]:
     """Returns the messages of a field, without the empty fields that tables have; raises ConversationError."""
     if not isinstance(value, list) or not value:
-        raise ConversationError(f"field {field} is {_kind(value)}, not a list of messages")
+        raise ConversationError(f"field {field} is {kind_of_value(value)}, not a list of messages")
     return [_message(message, f"message {number} of field {field}") for number, message in enumerate(value, 1)]
 
 
@@ -316,7 +312,7 @@ def _content(message: Mapping[str, object], role: str, where: str) -> str | None
     if has_calls and not content:
         return None
     if not isinstance(content, str):
-        raise ConversationError(f"{where}: content is {_kind(content)}, not a text")
+        raise ConversationError(f"{where}: content is {kind_of_value(content)}, not a text")
     if not content.strip() and role not in _MAY_BE_EMPTY:
         raise ConversationError(f"{where}: content is empty")
     return content
@@ -325,13 +321,13 @@ def _content(message: Mapping[str, object], role: str, where: str) -> str | None
 def _part_text(part: object, where: str) -> str:
     """Returns the text of a part of a content, as OpenAI's messages have; raises ConversationError for other parts."""
     if not isinstance(part, dict):
-        raise ConversationError(f"{where}: a part of content is {_kind(part)}, not an object of type text")
+        raise ConversationError(f"{where}: a part of content is {kind_of_value(part)}, not an object of type text")
     if part.get("type") != "text":
         kind = shown(repr(part.get("type")))
         raise ConversationError(f"{where}: content has a part of type {kind}, and only parts of text can be trained on")
     text = part.get("text")
     if not isinstance(text, str):
-        raise ConversationError(f"{where}: the text of a part of content is {_kind(text)}, not a text")
+        raise ConversationError(f"{where}: the text of a part of content is {kind_of_value(text)}, not a text")
     return text
 
 
@@ -344,13 +340,14 @@ def extras_of(record: Mapping[str, object]) -> dict[str, object]:
         except RefusedContent as error:
             raise ConversationError(str(error)) from error
     if tools is not None and not isinstance(tools, list):
-        raise ConversationError(f"field tools is {_kind(tools)}, not a list")
+        raise ConversationError(f"field tools is {kind_of_value(tools)}, not a list")
     if more is not None and not isinstance(more, dict):
-        raise ConversationError(f"field chat_template_kwargs is {_kind(more)}, not an object")
+        raise ConversationError(f"field chat_template_kwargs is {kind_of_value(more)}, not an object")
     return {**(more or {}), "tools": tools or None}
 
 
-def _kind(value: object) -> str:
+def kind_of_value(value: object) -> str:
+    """Returns what a value is where a text must be, for messages: `null`, `empty`, `a list`."""
     if value is None:
         return "null"
     return f"a {type(value).__name__}" if value or not isinstance(value, list) else "empty"

@@ -1,12 +1,13 @@
 """The documents of a dataset, in a fixed order, and the jobs that share the reading of them.
 
-A document is UTF-8 text or token ids, held as bytes. A record without text, or one that cannot be read while
-`skip_bad_records` is set, is yielded as an empty document, so that the reader can count it.
+A document is UTF-8 text or token ids, held as bytes. A record without text, or a bad one while `skip_bad_records` is
+set, is yielded as an empty document with its problem, so that the reader can count it.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import sysconfig
 from collections.abc import Iterable, Iterator
@@ -16,9 +17,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from maxbatch.config.combined import StoreConfig
-from maxbatch.config.values import shown
+from maxbatch.config.sections import RECORD_TYPES
+from maxbatch.config.values import field_names, shown, shown_fields
 from maxbatch.data.store.files import Listing, changed, list_files
-from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format
+from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format, record_as_json
 from maxbatch.system.errors import ConfigError, reading
 from maxbatch.system.source_files import SourceFile, files_below
 from maxbatch.system.storage import scheme_of
@@ -40,7 +42,15 @@ class Document(NamedTuple):
     """UTF-8 text or `TokenIds` (empty: a record left out), and whether the dataset itself holds it out."""
 
     utf8: bytes
-    held_out: bool = False
+    held_out: bool
+    piece: Piece  # the part of a file that has its record
+    number: int  # of its record in the piece, from 1
+    problem: str = ""  # why the record is left out
+
+    @property
+    def reason(self) -> str:
+        """The reason why an empty document is left out."""
+        return self.problem or "an empty text"
 
 
 @dataclass(frozen=True)
@@ -55,6 +65,7 @@ class DocumentSource:
     text_field: str | None  # "" if records have no fields; None if a document is a whole record, as JSON
     record_format: str  # of arrayrecord
     skip_bad_records: bool  # leave out records that cannot be read
+    record_fields: str = ""  # names of fields by ours; "": none have other names
 
     @classmethod
     def from_config(cls, config: StoreConfig, key: str = "dataset_path", whole_records: bool = False) -> DocumentSource:
@@ -75,15 +86,18 @@ class DocumentSource:
             files, missing = _path_files(dataset_type, key, value)
             if key == "dataset_path" and config.eval_dataset_path:
                 files = _without_held_out(config, files)
-        has_fields = dataset_type in ("jsonl", "parquet", "tfrecord") or (
+        has_fields = dataset_type in (*RECORD_TYPES, "tfrecord") or (
             dataset_type == "arrayrecord" and config.record_format == "example"
         )
-        text_field = config.text_field if has_fields else ""
+        names = field_names(config.record_fields) or {}
+        text_field = names.get("text", config.text_field) if has_fields else ""
+        is_whole = whole_records or config.recipe.has_answers
         source = cls(
             dataset_type, key, value, files, missing,
-            text_field=None if whole_records or config.recipe.has_answers else text_field,
+            text_field=None if is_whole else text_field,
             record_format=config.record_format if dataset_type == "arrayrecord" else "",
             skip_bad_records=config.skip_bad_records,
+            record_fields=config.record_fields if is_whole else "",
         )  # fmt: skip
         if missing and not config.skip_bad_records:
             others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -122,8 +136,40 @@ class DocumentSource:
         for piece in self._pieces() if pieces is None else pieces:
             held_out = self.dataset_type == "python_stdlib" and piece.file.name in STDLIB_HELD_OUT
             with reading(piece.file.path, blame=self.error):
-                for utf8 in self._format.documents(piece):
-                    yield Document(utf8, held_out)
+                for number, content, problem in self._format.documents(piece):
+                    if content and self._names:
+                        content, problem = self._renamed(content)
+                    document = Document(content, held_out, piece, number, problem)
+                    if problem and not self.skip_bad_records:
+                        raise self.bad_record(document, problem)
+                    yield document
+
+    def bad_record(self, document: Document, problem: str) -> ConfigError:
+        """Returns the error for a record, which names the record and the key that leaves out such records."""
+        return self.error(f"{self.where(document)}: {problem}; skip_bad_records=true leaves such records out")
+
+    def where(self, document: Document) -> str:
+        """Returns the file of a document, and its record as numbered there; may read the file again."""
+        unit = self._format.unit
+        return f"{document.piece.file.path} {unit} {self.record_number(document)}" if unit else document.piece.file.path
+
+    def record_number(self, document: Document) -> int:
+        """Returns the number, from 1, of a document's record in its file; may read the file again."""
+        return self._format.records_before(document.piece) + document.number
+
+    @cached_property
+    def _names(self) -> dict[str, str]:
+        return field_names(self.record_fields) or {}
+
+    def _renamed(self, content: bytes) -> tuple[bytes, str]:
+        """Returns a record, as JSON, with the names that it should have and "", or b"" and the problem."""
+        record = json.loads(content)
+        missing = next((theirs for theirs in self._names.values() if theirs not in record), None)
+        if missing is not None:
+            named = f"record_fields={shown(self.record_fields)}"
+            return b"", f"{named}: no field {shown(repr(missing))}; its fields: {shown_fields(record)}"
+        kept = {name: value for name, value in record.items() if name not in self._names.values()}
+        return record_as_json(kept | {ours: record[theirs] for ours, theirs in self._names.items()}), ""
 
     def _pieces(self) -> Iterator[Piece]:
         for file in self.files:
@@ -139,15 +185,10 @@ class DocumentSource:
 
     @cached_property
     def _format(self) -> Format:
-        return make_format(self.dataset_type, self.record_format, self.text_field, self._bad)
+        return make_format(self.dataset_type, self.record_format, self.text_field)
 
     def __getstate__(self) -> dict[str, object]:
-        return {name: value for name, value in self.__dict__.items() if name != "_format"}
-
-    def _bad(self, problem: str) -> bytes:
-        if self.skip_bad_records:
-            return b""
-        raise self.error(f"{problem}; skip_bad_records=true leaves such records out")
+        return {name: value for name, value in self.__dict__.items() if name not in ("_format", "_names")}
 
 
 def _path_files(dataset_type: str, key: str, value: str) -> Listing:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _ARRAYS = {"counts": "uint8", "lengths": "int64", "digests": "uint8", "held_out": "int64", "hashes": "uint32"}
-_COUNTS = ("jobs", "tokens", "source_bytes", "skipped", "text_bytes")
+_COUNTS = ("jobs", "tokens", "source_bytes", "text_bytes")
 _MOST_BYTES = 4 << 30  # of the facts about a shard: 150 million documents
 
 
@@ -58,7 +58,7 @@ class Shard:
         facts = self.facts
         counts = {
             "signature": signature, "jobs": self.jobs, "tokens": facts.tokens, "source_bytes": facts.source_bytes,
-            "skipped": facts.skipped, "text_bytes": facts.text_bytes,
+            "reasons": facts.reasons, "text_bytes": facts.text_bytes,
         }  # fmt: skip
         file = io.BytesIO()
         np.savez(
@@ -82,14 +82,25 @@ class Shard:
             read, lengths, digests, held_out, hashes = arrays
             counts: dict[str, Any] = read_json(read.tobytes(), "counts")
             is_ours = counts["signature"] == signature and all(_is_count(counts[name]) for name in _COUNTS)
-        except (ValueError, KeyError, TypeError, OSError, EOFError, RuntimeError, struct.error, zipfile.BadZipFile):
+            is_ours = is_ours and all(map(_is_count, counts["reasons"].values()))
+        except (
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            OSError,
+            EOFError,
+            RuntimeError,
+            struct.error,
+            zipfile.BadZipFile,
+        ):
             return None
         is_typed = [array.dtype for array in arrays] == list(_ARRAYS.values())
         if not is_ours or not is_typed or lengths.min(initial=0) < 0 or held_out.min(initial=0) < 0:
             return None
         facts = Tokenised(
             counts["source_bytes"], array.array("q", lengths.tobytes()), bytearray(digests), held_out.tolist(),
-            counts["skipped"], counts["text_bytes"],
+            counts["reasons"], counts["text_bytes"],
         )  # fmt: skip
         return cls(counts["jobs"], facts, [hashes])
 

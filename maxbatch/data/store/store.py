@@ -26,6 +26,7 @@ class Manifest(TypedDict, total=False):
     tokens: Required[int]
     text_bytes: Required[int]
     skipped_records: Required[int]
+    skipped_reasons: dict[str, int]  # by the kind of the records' problems; absent without, and of older stores
     held_out: Required[list[int]]
     tokenizer: Required[str]
     vocab_size: int
@@ -51,6 +52,7 @@ class StoreFacts(TypedDict, total=False):
     tokens: Required[int]
     held_out: Required[list[int]]  # numbers of the documents that the dataset itself holds out
     skipped_records: Required[int]
+    skipped_reasons: dict[str, int]  # by the kind of the records' problems
     tokenizer: Required[str]  # its identity
 
 

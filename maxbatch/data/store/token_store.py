@@ -260,6 +260,7 @@ def _signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig
         "files": files,
         "missing_shards": source.missing_shards,
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
+        **({"record_fields": source.record_fields} if source.record_fields else {}),
         "tokenizer": tokenizer.identity,
     }
     settings |= StoreRecipe.of(config.recipe).store_settings(config, tokenizer)
@@ -314,6 +315,7 @@ def _is_manifest(value: object) -> TypeGuard[Manifest]:
         and _is_count(value.get("vocab_size", 0), (1 << 32) + 1)
         and all(_are_counts(value.get(name), np.iinfo(dtype).max + 1, most=1) for name in ("bos", "eos"))
         and _are_counts(value.get("held_out"), value["documents"], most=value["documents"])
+        and _are_reasons(value.get("skipped_reasons", {}))
         and _are_sizes(value.get("sizes"), value["tokens"] * np.dtype(dtype).itemsize)
         and value.get("checksum") == (manifest_checksum(cast(Manifest, value)) if BLOCKS in value["sizes"] else None)
     )
@@ -343,6 +345,10 @@ def _is_count(value: object, end: int) -> bool:
 
 def _are_counts(value: object, end: int, most: int) -> bool:
     return isinstance(value, list) and len(value) <= most and all(_is_count(item, end) for item in value)
+
+
+def _are_reasons(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(kind, str) and _is_count(n, 1 << 62) for kind, n in value.items())
 
 
 def shard_names(num_shards: int) -> list[str]:

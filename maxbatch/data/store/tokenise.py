@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
-from maxbatch.data.store.conversations import Conversations, RecordError
-from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.chat_rendering import ConversationError
+from maxbatch.data.store.conversations import Conversations
+from maxbatch.data.store.documents import Document, DocumentSource
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
+from maxbatch.data.store.skipped import kind_of
 from maxbatch.data.store.token_store import TokenLayout
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.system.errors import TrainingError
@@ -63,9 +65,10 @@ class Tokeniser:
     def _tokens(self, job: Sequence[Piece], done: Tokenised) -> Iterator[np.ndarray]:
         """Yields the tokens of a job's documents, a long document in parts."""
         bos, eos = np.array(self.layout.bos, np.int64), np.array(self.layout.eos, np.int64)
-        for batch in grouped(self._kept(job, done), lambda kept: len(kept.utf8), _BATCH_BYTES, _BATCH_DOCUMENTS):
-            for documents in self._encoded(batch):
-                done.skipped += not documents
+        for batch in grouped(
+            self._kept(job, done), lambda document: len(document.utf8), _BATCH_BYTES, _BATCH_DOCUMENTS
+        ):
+            for documents in self._encoded(batch, done):
                 for ids in documents:
                     yield bos
                     for begin in range(0, len(ids), _WRITE_TOKENS):
@@ -74,57 +77,55 @@ class Tokeniser:
                     done.lengths.append(len(bos) + len(ids) + len(eos))
                     done.digests += self.layout.digest(ids)
 
-    def _encoded(self, batch: Sequence[_Kept]) -> Iterator[Sequence[np.ndarray]]:
+    def _encoded(self, batch: Sequence[Document], done: Tokenised) -> Iterator[Sequence[np.ndarray]]:
         """Yields the tokens of each record's documents, as the store has them; none for a record that is left out."""
-        texts = [kept.utf8 for kept in batch]
+        texts = [document.utf8 for document in batch]
         if self.encoder is None:
             encoded_texts = iter(
                 self.tokenizer.encode_utf8_batch([text for text in texts if not isinstance(text, TokenIds)])
             )
-            for number, text in enumerate(texts):
-                if isinstance(text, TokenIds):
-                    yield self._checked(text, batch[number].number)
-                else:
+            for document in batch:
+                if not isinstance(document.utf8, TokenIds):
                     yield [next(encoded_texts)]
+                elif problem := self._fault(document.utf8):
+                    self._leave_out(document, problem, done)
+                else:
+                    yield [np.frombuffer(document.utf8, "<i8")]
             return
-        try:
-            encoded = self.encoder.encode_batch(texts)
-        except RecordError as error:
-            raise RecordError(batch[error.number].number, error.problem) from error
         bit, dtype = self.layout.trained_bit, np.dtype(self.layout.dtype)
         assert bit is not None, "the layout of records with answers marks trained tokens"
-        for found in encoded:
-            yield [ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit) for ids, trained in found or ()]
+        for document, encoded in zip(batch, self.encoder.encode_batch(texts), strict=True):
+            if isinstance(encoded, ConversationError):
+                self._leave_out(document, str(encoded), done)
+            else:
+                yield [ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit) for ids, trained in encoded]
 
-    def _checked(self, document: TokenIds, number: int) -> Sequence[np.ndarray]:
-        """Returns the ids of a document; none if one is beyond the vocabulary and bad records are left out."""
+    def _leave_out(self, document: Document, problem: str, done: Tokenised) -> None:
+        """Counts a bad record; raises ConfigError unless such records are left out."""
+        if not self.source.skip_bad_records:
+            raise self.source.bad_record(document, problem)
+        done.leave_out(problem)
+
+    def _fault(self, document: TokenIds) -> str:
+        """Returns why the ids of a document cannot be used, or ""."""
         ids = np.frombuffer(document, "<i8")
         most = min(self.tokenizer.vocab_size, np.iinfo(self.layout.hashed_as).max + 1) - 1
         if ids.min() >= 0 and ids.max() <= most:
-            return [ids]
-        if self.source.skip_bad_records:
-            return []
+            return ""
         wrong = int(ids[(ids < 0) | (ids > most)][0])
-        raise RecordError(number, f"the token id {wrong} is not one of the tokenizer's, 0 to {most}")
+        return f"the token id {wrong} is not one of the tokenizer's, 0 to {most}"
 
-    def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[_Kept]:
+    def _kept(self, job: Sequence[Piece], done: Tokenised) -> Iterator[Document]:
         kept = 0
-        for number, document in enumerate(self.source.documents(job)):
+        for document in self.source.documents(job):
             if not document.utf8:
-                done.skipped += 1
+                done.leave_out(document.reason)
                 continue
             if document.held_out:
                 done.held_out.append(kept)
             kept += 1
             done.text_bytes += len(document.utf8)
-            yield _Kept(number, document.utf8)
-
-
-class _Kept(NamedTuple):
-    """A document that is not left out."""
-
-    number: int  # in its job, from 0, with those that are left out
-    utf8: bytes
+            yield document
 
 
 @dataclass
@@ -135,8 +136,18 @@ class Tokenised:
     lengths: array.array[int] = field(default_factory=lambda: array.array("q"))  # in tokens, with bos and eos
     digests: bytearray = field(default_factory=bytearray)  # hashes of the documents, one after the other
     held_out: list[int] = field(default_factory=list)  # numbers, in the job, of documents that the dataset holds out
-    skipped: int = 0  # records left out
+    reasons: dict[str, int] = field(default_factory=dict)  # records left out, by the kind of their problem
     text_bytes: int = 0  # of all documents
+
+    @property
+    def skipped(self) -> int:
+        """Records left out."""
+        return sum(self.reasons.values())
+
+    def leave_out(self, problem: str, count: int = 1) -> None:
+        """Counts records that are left out for one reason."""
+        kind = kind_of(problem)
+        self.reasons[kind] = self.reasons.get(kind, 0) + count
 
     @property
     def tokens(self) -> int:
@@ -148,7 +159,8 @@ class Tokenised:
         self.held_out += [len(self.lengths) + number for number in job.held_out]
         self.lengths.extend(job.lengths)
         self.digests += job.digests
-        self.skipped += job.skipped
+        for kind, count in job.reasons.items():
+            self.reasons[kind] = self.reasons.get(kind, 0) + count
         self.text_bytes += job.text_bytes
 
 

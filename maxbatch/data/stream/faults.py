@@ -10,7 +10,7 @@ from typing import TypeVar
 from maxbatch.config.combined import StreamConfig
 from maxbatch.config.rules import check_data_paths, check_vocabulary
 from maxbatch.config.values import shown
-from maxbatch.data.store.conversations import RecordError
+from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.documents import DocumentSource
 from maxbatch.data.store.formats import TokenIds
 from maxbatch.data.store.lookup import open_store
@@ -70,7 +70,8 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
             raise ConfigError(f"{key}={shown(repr(config[key]))}: no such folder")
         return
     source = DocumentSource.from_config(config, key)
-    texts = [document.utf8 for document in itertools.islice(source.documents(), _FIRST_RECORDS)]
+    documents = list(itertools.islice(source.documents(), _FIRST_RECORDS))
+    texts = [document.utf8 for document in documents]
     if not any(texts):
         raise source.error(f"the first {len(texts)} records have no text" if texts else "holds no document")
     if tokenizer is None:
@@ -79,7 +80,7 @@ def _read_first(config: StreamConfig, key: str, tokenizer: Tokenizer | None) -> 
     if encoder is None:
         tokenizer.encode_utf8_batch([text for text in texts if not isinstance(text, TokenIds)])
         return
-    try:
-        encoder.encode_batch([text for text in texts if text])
-    except RecordError as error:
-        raise source.error(f"record {error.number + 1}: {error.problem}") from error
+    kept = [document for document in documents if document.utf8]
+    for document, encoded in zip(kept, encoder.encode_batch([one.utf8 for one in kept]), strict=True):
+        if isinstance(encoded, ConversationError) and not source.skip_bad_records:
+            raise source.bad_record(document, str(encoded))

@@ -42,7 +42,7 @@ from maxbatch.config.values import (
     shown,
     shown_path,
 )
-from maxbatch.config.yaml_file import compose, compose_text, pairs
+from maxbatch.config.yaml_file import compose, compose_text, field_names_text, pairs
 from maxbatch.data.stream.mixture_order import MixtureStage
 from maxbatch.system.errors import ConfigError
 
@@ -84,11 +84,11 @@ def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
       ConfigError: an unreadable or invalid mixture, or weights in `eval_dataset_path`.
     """
     check_data_paths(config)
-    _check_eval_path(config.eval_dataset_path)
+    _check_eval_path(config.eval_dataset_path, config.dataset_type)
     if is_staged(config.dataset_path):
         read = _staged_sources
     else:
-        read = _file_sources if is_mixture_file(config.dataset_path) else _line_sources
+        read = _file_sources if is_mixture_file(config.dataset_path, config.dataset_type) else _line_sources
     sources = []
     name_of_path: dict[str, str] = {}
     for where, source in read(config):
@@ -133,18 +133,18 @@ def _check_weights(where: str, num_sources: int, num_positions: int) -> None:
         )
 
 
-def _check_eval_path(value: str) -> None:
+def _check_eval_path(value: str, dataset_type: str) -> None:
     where = f"eval_dataset_path={shown(repr(value))}"
     paths, weights = zip(*map(_split_weight, value.split(";")), strict=True)
     if any(weights):
         rule = "held-out data have no weights, since all of them are used"
         raise ConfigError(f"{where}: {rule}; works: eval_dataset_path={';'.join(paths)!r}")
     for path in paths:
-        _refuse_mixture_file(where, path)
+        _refuse_mixture_file(where, path, dataset_type)
 
 
-def _refuse_mixture_file(where: str, path: str) -> None:
-    if is_mixture_file(path):
+def _refuse_mixture_file(where: str, path: str, dataset_type: str) -> None:
+    if is_mixture_file(path, dataset_type):
         raise ConfigError(
             f"{where}: {shown(path)} names a mixture file, and must name data; to read data from a file of that name, "
             f"give a glob: {_as_glob(path)}"
@@ -182,7 +182,7 @@ def _line_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
             works = ";".join(f"{p or 'PATH'},{w or 1}" for p, w in parts)
             what = f"{shown(path)} has no weight" if path else "a source has no path"
             raise ConfigError(f"{where}: {what}; works: dataset_path={works!r}")
-        _refuse_mixture_file(where, path)
+        _refuse_mixture_file(where, path, config.dataset_type)
         yield where, MixtureSource(path, _weight(where, weight), _source_config(config, path, {}))
 
 
@@ -210,7 +210,7 @@ def _staged_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]
     paths = dict.fromkeys(path for _, weights in stages for path in weights)
     _check_weights(where, len(paths), len(stages))
     for path in paths:
-        _refuse_mixture_file(where, path)
+        _refuse_mixture_file(where, path, config.dataset_type)
         later = tuple((start, weights.get(path, Fraction(0))) for start, weights in others)
         yield where, MixtureSource(path, first.get(path, Fraction(0)), _source_config(config, path, {}), later)
 
@@ -246,6 +246,8 @@ def _file_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
     path = config.dataset_path
     file = Path(os.path.expanduser(path))
     works = f"if it holds data: dataset_path={_as_glob(path)!r}"
+    if path.lower().endswith(".json"):
+        works = "if it holds an array of records: dataset_type=json"
     try:
         # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.
         root = compose(file, "mixture file")
@@ -260,8 +262,8 @@ def _file_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
             raise ConfigError(f"{where}: the name of a source must be one line of text")
         where = f"{where}: source {shown(name)}"
         fields = _fields(file, where, node)
-        _check_fields(where, fields)
-        settings = {key: fields[key] for key in _SOURCE_KEYS if key in fields}
+        _check_fields(where, fields, config.dataset_type)
+        settings = {key: str(KEYS[key].read(fields[key])) for key in _SOURCE_KEYS if key in fields}
         paths = _below(file.parent, fields.get("path", ""))
         weight, *later = _weights_of(where, node, fields["weight"], slots_per_sample(config))
         source = _source_config(config, paths, settings)
@@ -296,13 +298,16 @@ def _fields(file: Path, where: str, node: yaml.Node) -> dict[str, str]:
         if name == "weight" and isinstance(value, yaml.MappingNode) and value.value:
             fields[name] = "by position"
             continue
+        if name == "record_fields" and isinstance(value, yaml.MappingNode):
+            fields[name] = field_names_text(value, name, where)
+            continue
         if not isinstance(value, yaml.ScalarNode):
             raise ConfigError(f"{where}: field {name} takes one value, not a list or a mapping")
         fields[name] = value.value
     return fields
 
 
-def _check_fields(where: str, fields: Mapping[str, str]) -> None:
+def _check_fields(where: str, fields: Mapping[str, str], default_type: str) -> None:
     path = fields.get("path", "")
     refuse_no_text(path, f"{where}: path={shown(path)}")
     for name in [name for name in _SOURCE_KEYS if name in fields]:
@@ -320,7 +325,7 @@ def _check_fields(where: str, fields: Mapping[str, str]) -> None:
         raise ConfigError(f"{where}: has no weight; works: weight: 0.5")
     if "path" in fields and has_no_path:
         raise ConfigError(f"{where}: dataset_type=python_stdlib reads no path; leave out path")
-    _refuse_mixture_file(where, path)
+    _refuse_mixture_file(where, path, fields.get("dataset_type", default_type))
 
 
 def _below(folder: Path, paths: str) -> str:

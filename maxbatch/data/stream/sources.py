@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
 from fractions import Fraction
 from typing import NamedTuple
 
@@ -16,11 +17,12 @@ from maxbatch.config.combined import StreamConfig
 from maxbatch.config.keys import Fixes
 from maxbatch.config.paths import is_mixture_file
 from maxbatch.config.rules import check_data_paths, check_vocabulary
-from maxbatch.config.sections import DataConfig, names_fixing
+from maxbatch.config.sections import STORES, DataConfig, names_fixing
 from maxbatch.config.values import exact
 from maxbatch.data.store.heldout import HeldOutFraction, Records
 from maxbatch.data.store.lookup import find_store, open_store
 from maxbatch.data.store.megatron import MegatronStore
+from maxbatch.data.store.skipped import skipped_text
 from maxbatch.data.store.store import WHOLE_CONTENT, Store
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import tokenizer_of
@@ -33,6 +35,7 @@ from maxbatch.data.stream.split import Split
 from maxbatch.data.stream.synthetic import SyntheticRows
 from maxbatch.data.stream.trained_tokens import ConversationFigures, TrainedShare, TrainedTokens
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.folding import counted
 from maxbatch.system.storage import AnyPath
 
 Documents = np.ndarray | Records  # their numbers in the store
@@ -45,6 +48,7 @@ class SourceRows(NamedTuple):
     identity: Identity  # the settings that define the rows, by config key if there is one
     tokenizer: Tokenizer
     store_folder: AnyPath | None = None  # None: the rows are computed
+    notes: tuple[str, ...] = ()  # records left out, cut or split, and why
 
     @property
     def shuffle_name(self) -> str:
@@ -83,7 +87,22 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
     if not held_out:
         remember_length(config, rows.num_rows)
-    return SourceRows(rows, identity, tokenizer, store.folder)
+    return SourceRows(rows, identity, tokenizer, store.folder, tuple(_notes(config, store, rows, num_overlong)))
+
+
+def _notes(config: StreamConfig, store: Store, rows: RowSource, num_overlong: int) -> Iterator[str]:
+    """Yields how many records were left out, cut or split, and why."""
+    listed = "" if config.dataset_type in STORES else "; maxbatch data --bad lists them"
+    if skipped := rows.skipped_records:
+        yield f"{skipped_text(skipped, store.manifest.get('skipped_reasons', {}))}{listed}"
+    length = config.max_target_length
+    if num_overlong:
+        effect = f"cut to max_target_length={length}" if config.overlong == "truncate" else "left out"
+        yield (f"{counted(num_overlong, 'record')} of more than {length} tokens {effect} "
+               f"(overlong={config.overlong}){listed}")  # fmt: skip
+    if not config.recipe.has_answers and not config.packing and rows.num_rows > rows.num_documents:
+        yield (f"{rows.num_documents:,} documents make {rows.num_rows:,} rows: those of more than {length} tokens are "
+               f"split{listed}")  # fmt: skip
 
 
 def _row_identity(config: StreamConfig, store: Store) -> Identity:
@@ -105,7 +124,9 @@ def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
     Raises:
       ConfigError: `num_epochs` of a mixture, or an invalid mixture.
     """
-    if is_mixture_file(config.dataset_path) and not os.path.exists(os.path.expanduser(config.dataset_path)):
+    if is_mixture_file(config.dataset_path, config.dataset_type) and not os.path.exists(
+        os.path.expanduser(config.dataset_path)
+    ):
         return None
     mixture = read_mixture(config)
     try:

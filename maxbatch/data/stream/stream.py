@@ -52,6 +52,7 @@ class Stream:
     samples_per_epoch: int | None  # n, rows of the split; None for the training stream of a mixture
     is_endless: bool
     ahead: ReadAhead
+    notes: tuple[str, ...] = ()  # records left out, cut or split, and why
 
     def __len__(self) -> int:
         """Returns the samples of an epoch, n, or of a held-out stream.
@@ -161,7 +162,8 @@ def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["trai
     is_far = any(source.store_folder and is_remote(source.store_folder) for source in sources.values())
     seconds = _FAR_AHEAD_S if is_far else 0.0
     ahead = ReadAhead(config.grain_worker_count, config.grain_prefetch_buffer_size, seconds)
-    return Stream(samples, first.tokenizer, identity, samples_per_epoch, not held_out, ahead)
+    notes = tuple(f"{name}: {text}" if name else text for name, source in sources.items() for text in source.notes)
+    return Stream(samples, first.tokenizer, identity, samples_per_epoch, not held_out, ahead, notes)
 
 
 def _open_sources(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import csv
 import gzip
 import json
 import os
@@ -17,7 +18,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 from maxbatch import ConfigError, load_config
 from maxbatch.data.store import formats
 from maxbatch.data.store.documents import DocumentSource
-from maxbatch.data.store.formats import jsonl, parquet, tfrecord
+from maxbatch.data.store.formats import json_array, jsonl, parquet, tfrecord
 from maxbatch.data.stream.stream import open_stream
 from maxbatch.system import object_stores
 from maxbatch.system.errors import StoreFailed
@@ -46,6 +47,37 @@ def write_jsonl(path: Path, values: list[str], field: str = "text") -> Path:
 def write_gzip(path: Path, values: list[str], field: str = "text") -> Path:
     path.write_bytes(gzip.compress(write_jsonl(path, values, field).read_bytes()))
     return path
+
+
+def write_table(path: Path, values: list[str], field: str = "text") -> Path:
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, delimiter="\t" if path.suffix == ".tsv" else ",")
+        rows.writerows([("id", field), *enumerate(values)])
+    return path
+
+
+def write_array(path: Path, values: list[str], field: str = "text") -> Path:
+    path.write_text(json.dumps([{field: value} for value in values], indent=1))
+    return path
+
+
+def write_object(path: Path, values: list[str], field: str = "text") -> Path:
+    about = {"version": 1.5, "tags": ["a", [1]], "more": {"rows": [{"text": "no"}]}}
+    path.write_text(json.dumps({**about, "rows": [{field: value} for value in values], "end": None}))
+    return path
+
+
+def packed(path: Path) -> Path:
+    path.write_bytes(gzip.compress(path.read_bytes()))
+    return path
+
+
+def write_packed_table(path: Path, values: list[str]) -> Path:
+    return packed(write_table(path, values))
+
+
+def write_packed_array(path: Path, values: list[str]) -> Path:
+    return packed(write_array(path, values))
 
 
 def write_parquet(path: Path, values: list[str], field: str = "text", **options: object) -> Path:
@@ -122,6 +154,12 @@ WRITERS: dict[str, tuple[str, str, Callable[[Path, list[str]], Path]]] = {
     "parquet": ("parquet", "a.parquet", write_parquet),
     "arrayrecord": ("arrayrecord", "a.array_record", write_arrayrecord),
     "tfrecord": ("tfrecord", "a.tfrecord", write_tfrecord),
+    "csv": ("csv", "a.csv", write_table),
+    "tsv": ("tsv", "a.tsv", write_table),
+    "packed csv": ("csv", "a.csv.gz", write_packed_table),
+    "json": ("json", "a.json", write_array),
+    "json object": ("json", "b.json", write_object),
+    "packed json": ("json", "a.json.gz", write_packed_array),
     "packed tfrecord": ("tfrecord", "a.tfrecord.gz", write_packed_tfrecord),
 }
 
@@ -171,7 +209,7 @@ def test_a_line_of_any_length_is_one_bad_record_and_is_not_held_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path], piece: int
 ) -> None:
     monkeypatch.setattr(jsonl, "PIECE_BYTES", piece)
-    monkeypatch.setattr(jsonl, "_LONGEST_LINE", 100)
+    monkeypatch.setattr(jsonl, "LONGEST_RECORD", 100)
     monkeypatch.setattr(jsonl, "_BLOCK_BYTES", 7)
     path = write(tmp_path / "a.jsonl", ["one", "x" * 1000, "two", "y" * 90, "three"])
     with pytest.raises(ConfigError, match=r"line 2: longer than 100 bytes, the most that is read"):
@@ -210,7 +248,7 @@ def test_a_missing_column_names_one_that_works(tmp_path: Path) -> None:
 
 def test_a_null_is_a_bad_record(tmp_path: Path) -> None:
     pq.write_table(pa.table({"text": ["a", None, "c"]}), tmp_path / "a.parquet")
-    with pytest.raises(ConfigError, match=r"a\.parquet row group 0 row 1: text is null"):
+    with pytest.raises(ConfigError, match=r"a\.parquet row 2: text is null"):
         texts(source("parquet", tmp_path / "a.parquet"))
     assert texts(source("parquet", tmp_path / "a.parquet", "skip_bad_records=true")) == ["a", "", "c"]
 
@@ -264,7 +302,7 @@ def test_a_length_that_differs_from_its_checksum_ends_the_file(tmp_path: Path) -
     place = len(framed(example({"text": byte_strings(b"one")})))
     data[place] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ConfigError, match=rf"record at byte {place}: damaged .* length of the record differs"):
+    with pytest.raises(ConfigError, match=rf"record 2: damaged .* length of the record differs .*at byte {place}"):
         texts(source("tfrecord", path))
     assert texts(source("tfrecord", path, "skip_bad_records=true")) == ["one", ""]
 
@@ -291,7 +329,7 @@ def test_a_bad_example_is_named_by_record_or_left_out(tmp_path: Path, problem: s
     path = write_records(tmp_path / "a.array_record", [good, BAD_EXAMPLES[problem], good])
     with pytest.raises(ConfigError) as raised:
         texts(source("arrayrecord", path, "record_format=example"))
-    assert f"{path} record 1" in str(raised.value) and problem in str(raised.value)
+    assert f"{path} record 2: " in str(raised.value) and problem in str(raised.value)
     left = source("arrayrecord", path, "record_format=example", "skip_bad_records=true")
     assert texts(left) == ["good", "", "good"]
 
@@ -437,3 +475,79 @@ def test_a_scheme_that_cannot_be_read_says_what_it_needs(
     with pytest.raises(ConfigError, match=problem) as raised:
         source("jsonl", path)
     assert str(raised.value).replace("'", "").startswith(f"dataset_path={path}") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("block", [1, 2, 7])
+@pytest.mark.parametrize("write", [write_array, write_object])
+def test_an_array_of_json_is_read_object_by_object(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[..., Path], block: int
+) -> None:
+    monkeypatch.setattr(json_array, "_BLOCK_CHARACTERS", block)
+    values = [f'{number}, \\ " ] }}' * (number % 3) for number in range(30)]
+    assert texts(source("json", write(tmp_path / "a.json", values))) == values
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "problem"),
+    [
+        ('[{"text": "a"}, {"text": "b"', ["a", ""], "record 2: not JSON"),
+        ('[{"text": "a"}, 3, {"text": "b"}]', ["a", "", "b"], "record 2: a int, not an object with a field 'text'"),
+        ('[{"text": "a"}, {"text": null}]', ["a", ""], "record 2: field text_field='text' is null, not a string"),
+        ('[{"text": "a"}, {"text": ["x"]}]', ["a", ""], "record 2: field text_field='text' is a list, not a string"),
+        ('[{"text": "a"}] [', ["a", ""], "record 2: goes on after its first value"),
+        ('{"text": "a"}\n{"text": "b"}', [""], "record 1: has no array of objects; .* dataset_type=jsonl"),
+        ('{"a": [{"text": "a"}], "b": [{"text": "b"}]}', ["a", ""], "record 2: has two arrays of objects, 'a' and 'b'"),
+        ("", [""], "record 1: has no array of objects"),
+        ('"a"', [""], "record 1: has no array of objects"),
+    ],
+)
+def test_json_that_is_no_array_of_objects_is_named_by_record(
+    tmp_path: Path, content: str, kept: list[str], problem: str
+) -> None:
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(ConfigError, match=problem):
+        texts(source("json", tmp_path / "a.json"))
+    assert texts(source("json", tmp_path / "a.json", "skip_bad_records=true")) == kept
+
+
+@pytest.mark.parametrize(
+    ("content", "kept", "problem"),
+    [
+        (b"id,text\n1,a\n2\n3,c\n", ["a", "", "c"], "record 2: has 1 cells, and the header has 2"),
+        (b"id,text\n1,a\n\n2,\xff\n3,c\n", ["a", "", "c"], "record 2: not UTF-8"),
+        (b'id,text\n1,a\n2,"b\n3,c\n', ["a", ""], "record 2: not a row of cells"),
+        (b'\xef\xbb\xbfid,text\r\n1,"a"\r\n2,"b"x\r\n3,c\r\n', ["a", "", "c"], "record 2: not a row of cells"),
+    ],
+)
+def test_a_bad_row_of_a_table_is_named_or_left_out(
+    tmp_path: Path, content: bytes, kept: list[str], problem: str
+) -> None:
+    (tmp_path / "a.csv").write_bytes(content)
+    with pytest.raises(ConfigError, match=problem):
+        texts(source("csv", tmp_path / "a.csv"))
+    assert texts(source("csv", tmp_path / "a.csv", "skip_bad_records=true")) == kept
+
+
+@pytest.mark.parametrize("header", [b"text,text\nx,y\n", b"text,\nx,y\n"])
+def test_columns_of_a_table_have_names_of_their_own(tmp_path: Path, header: bytes) -> None:
+    (tmp_path / "a.csv").write_bytes(header)
+    with pytest.raises(ConfigError, match=r"a\.csv: the header, its first line, "):
+        texts(source("csv", tmp_path / "a.csv", "skip_bad_records=true"))
+
+
+def test_an_array_read_as_lines_names_the_type_that_reads_it(tmp_path: Path) -> None:
+    path = write_array(tmp_path / "a.jsonl", ["a"])
+    with pytest.raises(ConfigError, match=r"line 1: .*dataset_type=json"):
+        texts(source("jsonl", path))
+
+
+@pytest.mark.parametrize("name", ["jsonl", "json", "csv", "parquet"])
+def test_fields_of_other_names_are_read_by_ours(tmp_path: Path, name: str) -> None:
+    kind, file_name, write = WRITERS[name]
+    path = write(tmp_path / file_name, TEXTS, "body")
+    assert texts(source(kind, path, "record_fields={text: body}")) == TEXTS
+    whole = source(kind, path, "use_sft=true", "record_fields={prompt: body, completion: body}")
+    read = [json.loads(document.utf8) for document in whole.documents()]
+    assert [(record["prompt"], record["completion"]) for record in read] == [(text, text) for text in TEXTS]
+    with pytest.raises(ConfigError, match=r"1: record_fields=.*: no field 'bod'; its fields: 'body'"):
+        texts(source(kind, path, "use_sft=true", "record_fields={prompt: bod}"))

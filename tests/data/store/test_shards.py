@@ -132,7 +132,9 @@ def test_a_build_in_a_bucket_that_is_killed_goes_on_with_the_next_shard(
 
 def test_facts_of_a_shard_of_another_build_or_half_written_are_not_used() -> None:
     shard = Shard()
-    shard.add(Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], skipped=2, text_bytes=7))
+    shard.add(
+        Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], reasons={"an empty text": 2}, text_bytes=7)
+    )
     content = shard.to_bytes("mine")
     found = Shard.from_bytes(content, "mine")
     assert found and found.jobs == 1 and found.facts == shard.facts
@@ -142,7 +144,9 @@ def test_facts_of_a_shard_of_another_build_or_half_written_are_not_used() -> Non
 
 def test_facts_of_a_shard_that_no_build_wrote_are_not_used() -> None:
     shard = Shard()
-    shard.add(Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], skipped=2, text_bytes=7))
+    shard.add(
+        Tokenised(9, digests=bytearray(b"0123456789abcdef"), held_out=[0], reasons={"an empty text": 2}, text_bytes=7)
+    )
     sound = dict(np.load(io.BytesIO(shard.to_bytes("mine"))))
     counts = json.loads(sound["counts"].tobytes())
 
@@ -156,7 +160,14 @@ def test_facts_of_a_shard_that_no_build_wrote_are_not_used() -> None:
 
     assert read() is not None
     assert read(np.savez_compressed, lengths=np.zeros(1 << 20, np.int64)) is None, "a little file of any size"
-    for name, value in (("jobs", -1), ("jobs", "1"), ("text_bytes", 1.5), ("skipped", None), ("tokens", [])):
+    for name, value in (
+        ("jobs", -1),
+        ("jobs", "1"),
+        ("text_bytes", 1.5),
+        ("reasons", None),
+        ("reasons", {"x": -1}),
+        ("tokens", []),
+    ):
         assert read(counts=of_counts(**{name: value})) is None, (name, value)
     assert read(counts=np.frombuffer(b"[" * 5000, np.uint8)) is None
     assert read(counts=np.frombuffer(b"[]", np.uint8)) is None

@@ -14,7 +14,7 @@ from maxbatch.cli import main
 from maxbatch.data.stream.sources import trained_tokens_if_cached
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.data.stream.trained_tokens import trained_tokens_of_update
-from tests.helpers.chats import CHATML, chat_config, some_talks, talk, write_tokenizer
+from tests.helpers.chats import CHATML, chat_config, chat_overrides, some_talks, talk, write_tokenizer
 from tests.helpers.corpus import write_jsonl
 
 TALKS = some_talks(40)
@@ -126,7 +126,7 @@ def test_prompts_and_completions_are_texts_with_markup_or_messages(tmp_path: Pat
     ],
 )  # fmt: skip
 def test_a_record_that_cannot_be_used_is_refused_by_its_number(tmp_path: Path, record: Any, problem: str) -> None:
-    with pytest.raises(ConfigError, match=f"record 4: .*{problem}"):
+    with pytest.raises(ConfigError, match=f"line 4: .*{problem}"):
         open_stream(chat_config(tmp_path, [*TALKS[:3], record]))
     stats = open_stream(chat_config(tmp_path, None, "skip_bad_records=true")).stats()
     assert (stats["skipped_records"], stats["documents"]) == (1, 3)
@@ -192,7 +192,7 @@ def test_a_stated_form_is_the_one_that_is_read_and_part_of_the_identity(tmp_path
     assert (trained(found), trained(alpaca)) == ("hello<|im_end|>", "done<|im_end|>")
     assert "sft_format" not in found.identity and alpaca.identity["sft_format"] == "alpaca"
     assert trained(open_stream(chat_config(tmp_path, None, "sft_format=text"))).startswith("ll of it")
-    with pytest.raises(ConfigError, match="record 1: sft_format=sharegpt needs conversations; its fields: 'instr"):
+    with pytest.raises(ConfigError, match="line 1: sft_format=sharegpt needs conversations; its fields: 'instr"):
         open_stream(chat_config(tmp_path, None, "sft_format=sharegpt"))
 
 
@@ -221,7 +221,7 @@ def test_a_token_that_is_partly_the_prompts_is_refused_by_the_number_of_its_reco
     content["model"]["vocab"]["::"] = max(content["model"]["vocab"].values()) + 1
     content["model"]["merges"].append([":", ":"])
     (folder / "tokenizer.json").write_text(json.dumps(content))
-    with pytest.raises(ConfigError, match="record 2: a token crosses the border"):
+    with pytest.raises(ConfigError, match="line 2: a token crosses the border"):
         open_stream(chat_config(tmp_path, [talk("a", "b"), talk("a", ":b")]))
 
 
@@ -314,3 +314,42 @@ def test_samples_are_printed_as_json_with_the_weight_of_each_token(
     assert main(["plan", *args, "--json", "per_device_batch_size=2"]) == 0
     plan = json.loads(capsys.readouterr().out)
     assert plan["trained_tokens_per_step"] == {"mean": 6, "std": 0}
+
+
+def test_bad_and_long_records_are_listed_by_file_and_number_and_counted_at_the_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    null = {"messages": [ASKED, {"role": "assistant", "content": None}]}
+    chat_config(tmp_path, [talk("a", "b"), null, talk("a", "b " * 100), talk("c", "d"), null])
+    path = tmp_path / "chats.jsonl"
+    path.write_text("\n" + path.read_text() + "no JSON\n")
+    stated = [*chat_overrides(tmp_path), "skip_bad_records=true"]
+    assert main(["data", "--bad", "--json", *stated]) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["record"], one["effect"]) for one in listed] == [
+        (3, "left out"), (4, "cut"), (6, "left out"), (7, "left out"),
+    ]  # fmt: skip
+    assert {one["file"] for one in listed} == {str(path)} and "content is null" in listed[0]["reason"]
+    assert main(["data", "--bad", *chat_overrides(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(f"{path}:3: refused: message 2 of field messages: content is null")
+    assert lines[-1] == "4 records left out, cut, split or refused"
+    notes = open_stream(chat_config(tmp_path, None, "skip_bad_records=true")).notes
+    assert notes[0] == (
+        "3 records left out: 2 x message N of field messages: content is null, not a text, 1 x not JSON; "
+        "maxbatch data --bad lists them"
+    )
+    assert notes[1].startswith("1 record of more than 64 tokens cut to max_target_length=64 (overlong=truncate)")
+    dropped = open_stream(chat_config(tmp_path, None, "skip_bad_records=true", "overlong=drop")).notes
+    assert dropped[1].startswith("1 record of more than 64 tokens left out (overlong=drop)")
+
+
+def test_named_fields_decide_the_form_of_a_record(tmp_path: Path) -> None:
+    record = {**talk("hi", "hello"), "question": "2+2=", "answer": "4"}
+    named = "record_fields={prompt: question, completion: answer}"
+    stream = open_stream(chat_config(tmp_path, [record], named))
+    assert trained(stream) == "4<|im_end|>"
+    (tmp_path / "named.yml").write_text("record_fields: {prompt: question, completion: answer}\n")
+    config = load_config(tmp_path / "named.yml", [*chat_overrides(tmp_path), "data_cache_dir=" + str(tmp_path / "c")])
+    assert config.record_fields == "{prompt: question, completion: answer}"
+    assert open_stream(config).identity == stream.identity

@@ -85,13 +85,13 @@ def test_a_held_out_share_counts_pairs_and_keeps_their_answers_together(tmp_path
 @pytest.mark.parametrize(
     ("record", "words"),
     [
-        ({"prompt": "a", "chosen": "b"}, "record 2: use_dpo=true needs chosen and rejected; its fields: '"),
-        ({"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]}, "record 2: .*all texts, or"),
+        ({"prompt": "a", "chosen": "b"}, "line 2: use_dpo=true needs chosen and rejected; its fields: '"),
+        ({"prompt": "a", "chosen": "b", "rejected": [{"role": "user", "content": "c"}]}, "line 2: .*all texts, or"),
         ({"chosen": [{"role": "user", "content": "c"}], "rejected": [{"role": "user", "content": "c"}]},
-         "record 2: .*only the beginning of the other"),
-        ({"prompt": "a", "chosen": "", "rejected": "c"}, "record 2: field chosen is empty"),
-        ({"prompt": "a", "chosen": "b", "rejected": " "}, "record 2: field rejected is empty"),
-        ({"prompt": "a", "chosen": 3, "rejected": "c"}, "record 2: .*all texts, or"),
+         "line 2: .*only the beginning of the other"),
+        ({"prompt": "a", "chosen": "", "rejected": "c"}, "line 2: field chosen is empty"),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "line 2: field rejected is empty"),
+        ({"prompt": "a", "chosen": 3, "rejected": "c"}, "line 2: .*all texts, or"),
     ],
 )  # fmt: skip
 def test_a_record_that_is_no_pair_is_named_or_left_out(tmp_path: Path, record: dict[str, Any], words: str) -> None:

@@ -1,8 +1,8 @@
 """The file formats of datasets, and how their documents are read piece by piece.
 
 A piece is a part of a file that can be read by itself, so that several processes can share the work; the documents of
-a file are those of its pieces, in order. A document is UTF-8 text or token ids, held as bytes; a record that is left
-out is yielded as an empty document, so that the reader can count it.
+a file are those of its pieces, in order. A document is UTF-8 text or token ids, held as bytes; a bad record is yielded
+with its problem, and its number in the piece, so that the reader can name, count or refuse it.
 """
 
 from __future__ import annotations
@@ -10,20 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeVar
+from typing import ClassVar, NamedTuple, Protocol, TypeVar
 
+from maxbatch.config.values import shown, shown_fields
 from maxbatch.data.store.files import open_file
 from maxbatch.data.store.formats.gzip_cuts import Cut
 from maxbatch.system.source_files import SourceFile
-
-# Handles a bad record, given its problem: raises, or returns the empty document if bad records are left out.
-Bad = Callable[[str], bytes]
 
 # The size of a piece, about: large enough to be worth a request to a worker, small enough to share evenly.
 PIECE_BYTES = 4 << 20
 # The version of the rules by which files are cut: a build that was killed continues behind a number of pieces.
 CUTTING = 2
+
+LONGEST_RECORD = 128 << 20  # bytes of a text; reading a record takes several times as much memory
 
 T = TypeVar("T")
 
@@ -42,37 +41,57 @@ class Piece(NamedTuple):
     cut: Cut | None = None  # of a gzip file: the member that decompressing begins at; None: the first
 
 
+class Record(NamedTuple):
+    """A record of a piece."""
+
+    number: int  # in the piece, from 1
+    content: bytes  # UTF-8 text, `TokenIds`, or the whole record as JSON; empty: it is left out
+    problem: str = ""  # why it is bad
+
+
 class Format(Protocol):
     """One format's reader."""
+
+    unit: ClassVar[str]  # what a record is in its file, for messages: a line, a row; "": the file itself
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         """Yields the pieces of a file, in order."""
         ...
 
-    def documents(self, piece: Piece) -> Iterator[bytes]:
-        """Yields the documents of a piece, in order; b"" for each record left out."""
+    def documents(self, piece: Piece) -> Iterator[Record]:
+        """Yields the records of a piece, in order."""
+        ...
+
+    def records_before(self, piece: Piece) -> int:
+        """Counts the records of the file before a piece, which may read the file: only messages need the number."""
         ...
 
 
-@dataclass(frozen=True)
 class TextFiles:
     """`text`: every file of UTF-8 text is a document; one of them is held in memory at a time."""
 
-    bad: Bad
+    unit: ClassVar[str] = ""
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         yield Piece(file, 0, file.size, file.size)
 
-    def documents(self, piece: Piece) -> Iterator[bytes]:
+    def documents(self, piece: Piece) -> Iterator[Record]:
         with open_file(piece.file) as file:
-            yield checked_utf8(file.read(), piece.file.path, self.bad)
+            yield checked_utf8(1, file.read())
+
+    def records_before(self, piece: Piece) -> int:
+        return 0
 
 
+DELIMITERS = {"csv": ",", "tsv": "\t"}
 _SHARD = r"([-._]\d{3,}-of-\d{3,})?"
 # Which files of a folder count, by dataset_type; shards may be numbered before or after the suffix.
 FOLDER_FILES: dict[str, tuple[re.Pattern[str], str]] = {
     "text": (re.compile(""), "regular"),
     "jsonl": (re.compile(rf"\.(jsonl|ndjson){_SHARD}(\.gz)?$|\.json\.gz$"), ".jsonl, .ndjson or .jsonl.gz"),
+    "json": (re.compile(rf"\.json{_SHARD}(\.gz)?$"), ".json or .json.gz"),
+    "csv": (re.compile(rf"\.csv{_SHARD}(\.gz)?$"), ".csv or .csv.gz"),
+    "tsv": (re.compile(rf"\.tsv{_SHARD}(\.gz)?$"), ".tsv or .tsv.gz"),
     "parquet": (re.compile(rf"\.parquet{_SHARD}$"), ".parquet"),
     "arrayrecord": (re.compile(rf"\.(array_record|arrayrecord){_SHARD}$"), ".array_record or .arrayrecord"),
     "tfrecord": (re.compile(rf"\.(tfrecords?|tfrec){_SHARD}(\.gz)?$"), ".tfrecord, .tfrecords or .tfrec"),
@@ -93,10 +112,11 @@ def grouped(items: Iterable[T], size_of: Callable[[T], int], size: int, count: i
         yield group
 
 
-def make_format(dataset_type: str, record_format: str, text_field: str | None, bad: Bad) -> Format:
+def make_format(dataset_type: str, record_format: str, text_field: str | None) -> Format:
     """Returns the reader of a `dataset_type` of files.
 
-    If `text_field` is None (jsonl and parquet), its documents are whole records, each as `record_as_json` writes it.
+    If `text_field` is None (of types whose records have fields), its documents are whole records, each as
+    `record_as_json` writes it.
 
     Raises:
       ConfigError: its package is not installed.
@@ -104,21 +124,29 @@ def make_format(dataset_type: str, record_format: str, text_field: str | None, b
     if dataset_type == "jsonl":
         from maxbatch.data.store.formats.jsonl import JsonLines
 
-        return JsonLines(text_field, bad)
+        return JsonLines(text_field)
+    if dataset_type == "json":
+        from maxbatch.data.store.formats.json_array import JsonArray
+
+        return JsonArray(text_field)
+    if dataset_type in DELIMITERS:
+        from maxbatch.data.store.formats.table import Table
+
+        return Table(DELIMITERS[dataset_type], text_field)
     if dataset_type == "parquet":
         from maxbatch.data.store.formats.parquet import Parquet
 
-        return Parquet(text_field, bad)
-    assert text_field is not None, "only jsonl and parquet have whole records"
+        return Parquet(text_field)
+    assert text_field is not None, "only records with fields are whole"
     if dataset_type == "arrayrecord":
         from maxbatch.data.store.formats.arrayrecord import ArrayRecords
 
-        return ArrayRecords(record_format, text_field, bad)
+        return ArrayRecords(record_format, text_field)
     if dataset_type == "tfrecord":
         from maxbatch.data.store.formats.tfrecord import TFRecords
 
-        return TFRecords(text_field, bad)
-    return TextFiles(bad)
+        return TFRecords(text_field)
+    return TextFiles()
 
 
 def record_as_json(record: Mapping[str, object]) -> bytes:
@@ -137,10 +165,37 @@ def _as_text(value: object) -> str:
     return value.decode("utf-8", errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def checked_utf8(utf8: bytes, place: str, bad: Bad) -> bytes:
-    """Returns the bytes if they are UTF-8, else what `bad` returns."""
+def checked_utf8(number: int, utf8: bytes) -> Record:
+    """Returns the record of a text, which is bad unless its bytes are UTF-8."""
     try:
         utf8.decode("utf-8")
     except UnicodeDecodeError as error:
-        return bad(f"{place}: not UTF-8 at byte {error.start} ({error.reason})")
-    return utf8
+        return Record(number, b"", f"not UTF-8 at byte {error.start} ({error.reason})")
+    return Record(number, utf8)
+
+
+def content_of(record: object, text_field: str | None) -> tuple[bytes, str]:
+    """Returns the document of a record with fields and "", or b"" and the problem with the record.
+
+    Args:
+      text_field: the field with the text; None: the document is the whole record, as JSON.
+    """
+    name = shown(repr(text_field))
+    if not isinstance(record, dict):
+        field = "" if text_field is None else f" with a field {name}"
+        return b"", f"a {type(record).__name__}, not an object{field}"
+    try:
+        if text_field is None:
+            return record_as_json(record), ""
+        if isinstance(text := record.get(text_field), str):
+            return text.encode("utf-8"), ""
+    except UnicodeEncodeError:
+        return (
+            b"",
+            f"{'a field' if text_field is None else f'field text_field={name}'} contains half of a surrogate pair",
+        )
+    if text_field not in record:
+        return b"", f"no field text_field={name}; its fields: {shown_fields(record)}"
+    value = record[text_field]
+    kind = "null" if value is None else f"a {type(value).__name__}"
+    return b"", f"field text_field={name} is {kind}, not a string"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from maxbatch.data.store.files import local_path
-from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, TokenIds, checked_utf8
+from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, TokenIds, checked_utf8
 from maxbatch.data.store.formats.example import example_field
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.source_files import SourceFile, typed_reason
@@ -19,7 +19,9 @@ _BATCH_BYTES = 1 << 20
 class ArrayRecords:
     """Records of ArrayRecord files (Grain's and TFDS's format). Pieces are ranges of records."""
 
-    def __init__(self, record_format: str, text_field: str, bad: Bad):
+    unit: ClassVar[str] = "record"
+
+    def __init__(self, record_format: str, text_field: str):
         try:  # It comes with Grain, except on Windows.
             from array_record.python.array_record_module import ArrayRecordReader
         except ImportError as error:
@@ -28,7 +30,6 @@ class ArrayRecords:
             ) from error
         self._reader = ArrayRecordReader
         self._feature = text_field if record_format == "example" else None
-        self._bad = bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         """Yields ranges of records; a remote file is one piece, since it is copied for each piece."""
@@ -39,34 +40,37 @@ class ArrayRecords:
             end = min(begin + step, records)
             yield Piece(file, begin, end, file.size * (end - begin) // max(records, 1))
 
-    def documents(self, piece: Piece) -> Iterator[bytes]:
+    def documents(self, piece: Piece) -> Iterator[Record]:
         """Yields the text of each record; records whose checksums differ are left out one by one."""
         with local_path(piece.file) as path:
             reader = self._opened(path)
             if not reader.ok():
-                yield self._bad(f"{piece.file.path}: not an ArrayRecord file, or cut short")
+                yield Record(1, b"", "not an ArrayRecord file, or cut short")
                 return
             average = max(1, piece.file.size // max(reader.num_records(), 1))
             step = max(1, _BATCH_BYTES // average)
             for begin in range(piece.begin, piece.end, step):
                 numbers = range(begin, min(begin + step, piece.end))
                 for number, record in zip(numbers, _records(reader, numbers), strict=True):
-                    yield self._text(record, f"{piece.file.path} record {number}")
+                    yield self._record(record, number - piece.begin + 1)
+
+    def records_before(self, piece: Piece) -> int:
+        return piece.begin
 
     def _opened(self, path: str) -> Any:
         os.stat(path)  # The reader treats a missing file as an empty one.
         # As bytes: a name need not be UTF-8.
         return self._reader(os.fsencode(path), options="readahead_buffer_size:0,max_parallelism:0")
 
-    def _text(self, record: bytes | RuntimeError, place: str) -> bytes:
+    def _record(self, record: bytes | RuntimeError, number: int) -> Record:
         if isinstance(record, RuntimeError):
-            return self._bad(f"{place}: damaged ({typed_reason(record)})")
+            return Record(number, b"", f"damaged ({typed_reason(record)})")
         if self._feature is not None:
             try:
                 record = example_field(record, self._feature)
             except ValueError as error:
-                return self._bad(f"{place}: {error}")
-        return record if isinstance(record, TokenIds) else checked_utf8(record, place, self._bad)
+                return Record(number, b"", str(error))
+        return Record(number, record) if isinstance(record, TokenIds) else checked_utf8(number, record)
 
 
 def _records(reader: Any, numbers: range) -> list[bytes | RuntimeError]:

@@ -9,11 +9,10 @@ import sys
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
-from maxbatch.config.values import shown, shown_fields
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, record_as_json
+from maxbatch.data.store.formats import LONGEST_RECORD, PIECE_BYTES, Piece, Record, content_of
 from maxbatch.data.store.formats.gzip_cuts import MAGIC, Cut, line_cuts
 from maxbatch.system.bounded import TOO_MANY_VALUES, has_too_many_values
 from maxbatch.system.source_files import SourceFile
@@ -21,15 +20,15 @@ from maxbatch.system.storage import is_remote
 
 _BOM = b"\xef\xbb\xbf"
 _BLOCK_BYTES = 1 << 20
-_LONGEST_LINE = 128 << 20  # bytes; reading a record takes several times as much memory
 
 
 @dataclass(frozen=True)
 class JsonLines:
     """Lines of JSON; blank ones are skipped. Pieces are bytes: a line belongs to the piece that it begins in."""
 
+    unit: ClassVar[str] = "line"
+
     text_field: str | None  # None: the whole record, as JSON
-    bad: Bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         """Yields blocks of bytes; of a gzip file (recognised by its first bytes) lines of whole members."""
@@ -42,60 +41,44 @@ class JsonLines:
                 end = min(begin + PIECE_BYTES, file.size)
                 yield Piece(file, begin, end, end - begin)
 
-    def documents(self, piece: Piece) -> Iterator[bytes]:
+    def documents(self, piece: Piece) -> Iterator[Record]:
         with open_file(piece.file) as stream:
             if piece.cut is None:
                 lines = _lines(stream, piece.begin, piece.end)
             else:
                 lines = _packed_lines(stream, piece.cut, piece.end)
-            yield from self._texts(lines, piece)
+            yield from self._records(lines, piece)
 
-    def _texts(self, lines: Iterable[bytes], piece: Piece) -> Iterator[bytes]:
+    def records_before(self, piece: Piece) -> int:
+        return _lines_before(piece)
+
+    def _records(self, lines: Iterable[bytes], piece: Piece) -> Iterator[Record]:
         number = 0
         try:
             for number, line in enumerate(lines, 1):
-                line = line.removeprefix(_BOM) if number == 1 and piece.begin == 0 else line
+                is_first = number == 1 and piece.begin == 0
+                line = line.removeprefix(_BOM) if is_first else line
                 if line.strip():
-                    text, problem = self._text(line)
-                    yield self._bad_line(piece, number, problem) if problem else text
+                    content, problem = self._content(line)
+                    if is_first and problem and line.lstrip().startswith(b"["):
+                        problem += "; a file of one array of objects is read by dataset_type=json"
+                    yield Record(number, content, problem)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             # The number of lost records is unknown: the rest of the file counts as one.
-            yield self._bad_line(piece, number + 1, f"cut short or damaged ({error})")
+            yield Record(number + 1, b"", f"cut short or damaged ({error})")
 
-    def _bad_line(self, piece: Piece, number: int, problem: str) -> bytes:
-        return self.bad(f"{piece.file.path} line {_lines_before(piece) + number}: {problem}")
-
-    def _text(self, line: bytes) -> tuple[bytes, str]:
-        """Returns the text of a line and "", or b"" and the problem with the line."""
-        if len(line) > _LONGEST_LINE:
-            return b"", f"longer than {_LONGEST_LINE:,} bytes, the most that is read"
+    def _content(self, line: bytes) -> tuple[bytes, str]:
+        """Returns the document of a line and "", or b"" and the problem with the line."""
+        if len(line) > LONGEST_RECORD:
+            return b"", f"longer than {LONGEST_RECORD:,} bytes, the most that is read"
         if has_too_many_values(line):
             return b"", TOO_MANY_VALUES
         try:
-            record = json.loads(line.decode("utf-8"))
-            if isinstance(record, dict):
-                if self.text_field is None:
-                    return record_as_json(record), ""
-                if isinstance(text := record.get(self.text_field), str):
-                    return text.encode("utf-8"), ""
+            return content_of(json.loads(line.decode("utf-8")), self.text_field)
         except UnicodeDecodeError as error:
             return b"", f"not UTF-8 at byte {error.start} of the line"
-        except UnicodeEncodeError:
-            field = "a field" if self.text_field is None else f"field text_field={shown(repr(self.text_field))}"
-            return b"", f"{field} contains half of a surrogate pair"
         except (ValueError, RecursionError) as error:
             return b"", f"not JSON ({error})"
-        return b"", self._problem(record)
-
-    def _problem(self, record: object) -> str:
-        """Returns why a record has no text."""
-        name = shown(repr(self.text_field))
-        if not isinstance(record, dict):
-            field = "" if self.text_field is None else f" with a field {name}"
-            return f"a {type(record).__name__}, not an object{field}"
-        if self.text_field in record:
-            return f"field text_field={name} is a {type(record[self.text_field]).__name__}, not a string"
-        return f"no field text_field={name}; its fields: {shown_fields(record)}"
 
 
 def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int) -> Iterator[bytes]:
@@ -105,9 +88,9 @@ def _lines(stream: BinaryIO | gzip.GzipFile, begin: int, end: int) -> Iterator[b
         stream.seek(position)
     if begin:
         position += _skip_line(stream, end - position)  # the end of a line that began before the part
-    while position < end and (line := stream.readline(_LONGEST_LINE + 1)):
+    while position < end and (line := stream.readline(LONGEST_RECORD + 1)):
         position += len(line)
-        if len(line) > _LONGEST_LINE and not line.endswith(b"\n"):
+        if len(line) > LONGEST_RECORD and not line.endswith(b"\n"):
             position += _skip_line(stream, end - position)
         yield line
 

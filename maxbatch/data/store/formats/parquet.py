@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from maxbatch.config.values import shown
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, checked_utf8, grouped, record_as_json
+from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, checked_utf8, grouped, record_as_json
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.source_files import SourceFile, typed_reason
 
@@ -19,7 +19,9 @@ _READ_AHEAD_BYTES = 1 << 20
 class Parquet:
     """Rows of Parquet files. Pieces are runs of row groups; only the text column is read, a few rows at a time."""
 
-    def __init__(self, text_field: str | None, bad: Bad):
+    unit: ClassVar[str] = "row"
+
+    def __init__(self, text_field: str | None):
         try:
             import pyarrow.parquet
         except ImportError as error:
@@ -29,7 +31,6 @@ class Parquet:
         self._arrow = pyarrow
         self._text_field = text_field
         self._columns = None if text_field is None else [text_field]
-        self._bad = bad
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         """Yields runs of row groups; a single empty one if the file is not a Parquet file."""
@@ -47,7 +48,7 @@ class Parquet:
             size = sum(sizes[group] for group in run)
             yield Piece(file, run[0], run[-1] + 1, int(size * share))
 
-    def documents(self, piece: Piece) -> Iterator[bytes]:
+    def documents(self, piece: Piece) -> Iterator[Record]:
         """Yields the text of each row. In a damaged row group the rows from the damage on are left out."""
         path = piece.file.path
         try:
@@ -59,11 +60,19 @@ class Parquet:
                         f"text_field={shown(repr(self._text_field))}: {path} has no such column; its columns: "
                         f"{columns}; works: text_field={_likely_text(parquet.schema_arrow)}"
                     )
+                first = 1
                 for group in range(piece.begin, piece.end):
-                    yield from self._rows(parquet, group, f"{path} row group {group}")
+                    yield from self._rows(parquet, group, first)
+                    first += parquet.metadata.row_group(group).num_rows
         except (self._arrow.ArrowException, OSError) as error:
             _raise_system_error(error)
-            yield self._bad(f"{path}: not a whole Parquet file ({typed_reason(error)})")
+            yield Record(1, b"", f"not a whole Parquet file ({typed_reason(error)})")
+
+    def records_before(self, piece: Piece) -> int:
+        if not piece.begin:
+            return 0
+        with self._opened(piece.file) as parquet:
+            return sum(parquet.metadata.row_group(group).num_rows for group in range(piece.begin))
 
     @contextlib.contextmanager
     def _opened(self, file: SourceFile) -> Iterator[Any]:
@@ -72,23 +81,24 @@ class Parquet:
         with open_file(file) as stream, self._arrow.parquet.ParquetFile(stream, **options) as parquet:
             yield parquet
 
-    def _rows(self, parquet: Any, group: int, place: str) -> Iterator[bytes]:
-        rows = parquet.metadata.row_group(group).num_rows
-        number = 0
+    def _rows(self, parquet: Any, group: int, first: int) -> Iterator[Record]:
+        """Yields the rows of a group, numbered from `first` on."""
+        end = first + parquet.metadata.row_group(group).num_rows
+        number = first
         try:
             for batch in parquet.iter_batches(_BATCH_ROWS, row_groups=[group], columns=self._columns):
-                for value in self._texts(batch, place):
-                    yield self._checked(value, f"{place} row {number}")
+                for value in self._texts(batch, f"row group {group}"):
+                    yield self._checked(number, value)
                     number += 1
         except (self._arrow.ArrowException, OSError) as error:
             _raise_system_error(error)
-            for lost in range(number, rows):
-                yield self._bad(f"{place} row {lost}: damaged ({typed_reason(error)})")
+            for lost in range(number, end):
+                yield Record(lost, b"", f"damaged ({typed_reason(error)})")
 
-    def _checked(self, value: bytes | None, place: str) -> bytes:
+    def _checked(self, number: int, value: bytes | None) -> Record:
         if value is not None:
-            return checked_utf8(value, place, self._bad)
-        return self._bad(f"{place}: {f'{self._text_field} is null' if self._text_field else 'not UTF-8'}")
+            return checked_utf8(number, value)
+        return Record(number, b"", f"{self._text_field} is null" if self._text_field else "not UTF-8")
 
     def _texts(self, batch: Any, place: str) -> list[bytes | None]:
         if self._text_field is None:

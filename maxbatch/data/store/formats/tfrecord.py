@@ -10,10 +10,10 @@ import gzip
 import struct
 import zlib
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import BinaryIO, ClassVar
 
 from maxbatch.data.store.files import open_file
-from maxbatch.data.store.formats import PIECE_BYTES, Bad, Piece, TokenIds, checked_utf8
+from maxbatch.data.store.formats import PIECE_BYTES, Piece, Record, TokenIds, checked_utf8
 from maxbatch.data.store.formats.example import example_field
 from maxbatch.data.store.formats.gzip_cuts import MAGIC
 from maxbatch.system.errors import ConfigError
@@ -28,7 +28,9 @@ _MASK_DELTA = 0xA282EAD8
 class TFRecords:
     """Records of TFRecord files. Pieces are ranges of bytes that begin and end with a record."""
 
-    def __init__(self, text_field: str, bad: Bad):
+    unit: ClassVar[str] = "record"
+
+    def __init__(self, text_field: str):
         try:
             import google_crc32c
         except ImportError as error:
@@ -36,7 +38,7 @@ class TFRecords:
                 "dataset_type=tfrecord: needs google-crc32c, which is not installed; pip install 'maxbatch[tfrecord]'"
             ) from error
         self._crc32c = google_crc32c.value
-        self._feature, self._bad = text_field, bad
+        self._feature = text_field
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         """Yields ranges of records; a file of an object store, and one that is packed or damaged, has no cuts."""
@@ -50,16 +52,23 @@ class TFRecords:
         if begin < file.size or not file.size:
             yield Piece(file, begin, file.size, file.size - begin)
 
-    def documents(self, piece: Piece) -> Iterator[bytes]:
+    def records_before(self, piece: Piece) -> int:
+        if not piece.begin:
+            return 0
+        with open_file(piece.file) as stream:
+            return 1 + sum(1 for end in self._positions(stream, piece.file.size) if end < piece.begin)
+
+    def documents(self, piece: Piece) -> Iterator[Record]:
         """Yields the feature of each record; records whose checksums differ are left out one by one."""
-        path, position = piece.file.path, piece.begin
+        position, number = piece.begin, 0
         with open_file(piece.file) as stream:
             is_packed = self._is_packed(stream)
             stream.seek(piece.begin)
             source = gzip.GzipFile(fileobj=stream) if is_packed else stream
             end = None if is_packed else piece.end
             while end is None or position < end:
-                place = f"{path} record at byte {position}{' of its content' if is_packed else ''}"
+                number += 1
+                place = f"at byte {position}{' of its content' if is_packed else ''}"
                 try:
                     head = source.read(_HEAD.size)
                     if not head and is_packed:
@@ -72,20 +81,20 @@ class TFRecords:
                         raise EOFError("cut short")
                 except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                     # The number of lost records is unknown: the rest of the file counts as one.
-                    yield self._bad(f"{place}: damaged or not a TFRecord file ({error})")
+                    yield Record(number, b"", f"damaged or not a TFRecord file ({error}, {place})")
                     return
                 position += _HEAD.size + length + _TAIL.size
                 if _TAIL.unpack(tail)[0] != self._masked(record):
-                    yield self._bad(f"{place}: differs from its checksum")
+                    yield Record(number, b"", f"differs from its checksum ({place})")
                 else:
-                    yield self._document(record, place)
+                    yield self._document(number, record)
 
-    def _document(self, record: bytes, place: str) -> bytes:
+    def _document(self, number: int, record: bytes) -> Record:
         try:
             found = example_field(record, self._feature)
         except ValueError as error:
-            return self._bad(f"{place}: {error}")
-        return found if isinstance(found, TokenIds) else checked_utf8(found, place, self._bad)
+            return Record(number, b"", str(error))
+        return Record(number, found) if isinstance(found, TokenIds) else checked_utf8(number, found)
 
     def _positions(self, stream: BinaryIO, size: int) -> Iterator[int]:
         """Yields the end of every record, up to the first whose length is damaged."""
