@@ -40,8 +40,9 @@ def check_type(dataset_type: str) -> None:
     """Raises ConfigError for a dataset type whose records lack fields."""
     if dataset_type not in (*READY_TASKS, *RECORD_TYPES):
         nearest = _NEAREST_TYPE.get(dataset_type, "arithmetic")
+        known = ", ".join((*READY_TASKS, *RECORD_TYPES))
         raise ConfigError(f"dataset_type={dataset_type}: prompts, which batch_size counts, come from records with "
-                          f"fields: one of {', '.join((*READY_TASKS, *RECORD_TYPES))}; works: dataset_type={nearest}, or "
+                          f"fields: one of {known}; works: dataset_type={nearest}, or "
                           "batch_size=null and global_batch_size for documents")  # fmt: skip
 
 

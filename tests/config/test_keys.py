@@ -109,7 +109,7 @@ def test_the_stream_identity_of_a_checkpoint_holds_the_keys_of_before() -> None:
     assert names_fixing(Fixes.ORDER) == ("enable_data_shuffling", "data_shuffle_seed")
     assert set(names_fixing(Fixes.PROMPTS)) == {"prompt_template", "add_bos", "skip_bad_records"}
     assert names_fixing(Fixes.TOKENS) == ("add_bos", "add_eos")  # in the order of a store's signature
-    assert names_fixing(Fixes.RECORDS) == ("dataset_type", "text_field", "record_format")
+    assert names_fixing(Fixes.RECORDS) == ("dataset_type", "text_field", "record_fields", "record_format")
 
 
 def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> None:
@@ -120,7 +120,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "learning_rate_schedule_by", "learning_rate_schedule_steps",
         "learning_rate", "learning_rate_schedule", "warmup_steps_fraction", "learning_rate_final_fraction",
         "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
-        "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "text_field", "record_format",
+        "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "text_field", "record_fields", "record_format",
         "skip_bad_records", "synthetic_samples", "packing", "packing_strategy", "add_bos", "add_eos",
         "tokenizer_type", "tokenizer_path", "enable_data_shuffling", "data_shuffle_seed", "grain_worker_count",
         "grain_prefetch_buffer_size", "data_cache_dir",

@@ -1,4 +1,4 @@
-"""The records of a dataset that training leaves out, cuts or splits, found by reading and tokenising all of it again."""
+"""Records that training leaves out, cuts or splits, found by reading and tokenising the dataset again."""
 
 from __future__ import annotations
 
@@ -44,6 +44,30 @@ def bad_records(config: StreamConfig) -> Iterator[BadRecord]:
         yield from _bad_records(config, "eval_dataset_path", tokenizer)
 
 
+def place_of_kept(config: StreamConfig, key: str, tokenizer: Tokenizer, number: int) -> str | None:
+    """Returns the file and record of the kept record `number`, from 0; None if the records are not here.
+
+    Reads and tokenises the records before it again.
+    """
+    if config.dataset_type in ("synthetic", *STORES):
+        return None
+    source = replace(DocumentSource.from_config(config, key), skip_bad_records=True)
+    kept = 0
+    for batch in _batches(source):
+        documents = [document for document in batch if document.utf8]
+        lengths = _lengths(config, tokenizer, [document.utf8 for document in documents])
+        for document, length in zip(documents, lengths, strict=True):
+            if not isinstance(length, ConversationError):
+                if kept == number:
+                    return source.where(document)
+                kept += 1
+    return None
+
+
+def _batches(source: DocumentSource) -> Iterator[list[Document]]:
+    return grouped(source.documents(), lambda document: len(document.utf8), _BATCH_BYTES, _BATCH_RECORDS)
+
+
 def _bad_records(config: StreamConfig, key: str, tokenizer: Tokenizer) -> Iterator[BadRecord]:
     if config.dataset_type in ("synthetic", *STORES):
         raise ConfigError(
@@ -56,8 +80,7 @@ def _bad_records(config: StreamConfig, key: str, tokenizer: Tokenizer) -> Iterat
     def found(document: Document, effect: str, reason: str) -> BadRecord:
         return BadRecord(document.piece.file.path, source.record_number(document), effect, reason)
 
-    batches = grouped(source.documents(), lambda document: len(document.utf8), _BATCH_BYTES, _BATCH_RECORDS)
-    for batch in batches:
+    for batch in _batches(source):
         lengths = iter(_lengths(config, tokenizer, [document.utf8 for document in batch if document.utf8]))
         for document in batch:
             if not document.utf8:

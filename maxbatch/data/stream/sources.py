@@ -26,9 +26,11 @@ from maxbatch.data.store.skipped import skipped_text
 from maxbatch.data.store.store import WHOLE_CONTENT, Store
 from maxbatch.data.store.tokenizer import Tokenizer
 from maxbatch.data.store.tokenizers import tokenizer_of
+from maxbatch.data.stream.bad_records import place_of_kept
 from maxbatch.data.stream.conversation_rows import count_trained_tokens, find_trained_tokens
 from maxbatch.data.stream.epoch_lengths import remember_length
 from maxbatch.data.stream.mixture import MixtureSource, read_mixture
+from maxbatch.data.stream.overlong import OverlongError
 from maxbatch.data.stream.recipe import Identity, StreamRecipe
 from maxbatch.data.stream.rows import RowSource
 from maxbatch.data.stream.split import Split
@@ -82,7 +84,12 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     if "whole_content" in store.manifest:
         identity[WHOLE_CONTENT] = store.manifest["whole_content"]
     key = _packing_key(config, store, rule, held_out)
-    rows, num_overlong = recipe.rows(config, Split(store, documents, key, tokenizer))
+    try:
+        rows, num_overlong = recipe.rows(config, Split(store, documents, key, tokenizer))
+    except OverlongError as error:
+        path_key = "eval_dataset_path" if own_path else "dataset_path"
+        place = place_of_kept(config, path_key, tokenizer, error.number)
+        raise error.at(place) if place else error from None
     if recipe.has_answers:
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
     if not held_out:

@@ -69,7 +69,9 @@ def test_a_pair_that_is_too_long_is_cut_left_out_or_refused(tmp_path: Path) -> N
     records = [PAIR, {"prompt": "abcdefg", "chosen": "hij", "rejected": "k"}]
     assert stream_of(tmp_path, records).stats()["overlong_records"] == 1
     assert stream_of(tmp_path, records, "overlong=drop").samples_per_epoch == 1
-    with pytest.raises(ConfigError, match=r"pair 2 has 11 tokens.*works: max_target_length=11"):
+    with pytest.raises(
+        ConfigError, match=r"the pair of .*pairs\.jsonl line 2 has 11 tokens.*works: max_target_length=11"
+    ):
         stream_of(tmp_path, records, "overlong=error")
     with pytest.raises(ConfigError, match="all 2 pairs are longer"):
         stream_of(tmp_path, records, "overlong=drop", length=2)
