@@ -111,7 +111,8 @@ def test_the_config_of_a_run_is_read_back_without_the_environment(
 def test_every_key_says_what_a_resume_changes_through_it() -> None:
     assert {name for name, key in KEYS.items() if not key.changes} <= {
         *(name for name, key in KEYS.items() if key.shared is not Shared.VALUE),
-        "run_name", "model_name", "heartbeat_timeout_s", "host_wait_s", "dataset_type", "text_field", "record_fields", "record_format",
+        "run_name", "model_name", "heartbeat_timeout_s", "host_wait_s", "dataset_type", "text_field", "record_fields",
+        "record_format",
         "grain_worker_count", "grain_prefetch_buffer_size", "reward_worker_count",
         "overwrite_run",
     }  # fmt: skip
