@@ -121,6 +121,7 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
             attention="self_attention_{}",
             mlp="mlp_{}",
         ),
+        scales_query=True,
         adds_one=True,
         scales_embedding=True,
         alternates=True,
