@@ -174,7 +174,7 @@ def weight_factor(model: ModelConfig, path: ParameterPath) -> float:
     """Returns the factor on a parameter's usual value in a model whose query weights hold the scale of scores."""
     if not model.query_weights_scaled or path[-1] not in ("query", "query_bias"):
         return 1.0
-    return float(model.query_pre_attn_scalar or model.head_dim) ** -0.5
+    return 1 / math.sqrt(model.query_pre_attn_scalar or model.head_dim)
 
 
 def moe_mlp_dim(model: ModelConfig) -> int:

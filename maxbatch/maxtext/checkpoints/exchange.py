@@ -58,7 +58,7 @@ def read_shared(array: StoredArray, sharding: NamedSharding) -> jax.Array:
         by_shape[tuple(end - begin for begin, end in chunk)].append(chunk)
 
     zeros = jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=sharding)
-    whole = zeros().block_until_ready()
+    whole: jax.Array = zeros().block_until_ready()
     for chunk_shape, chunks in by_shape.items():
         piece_shape = _piece_shape(chunk_shape, _ROUND_BYTES // num_hosts // array.dtype.itemsize)
         write = _writer(array, sharding, piece_shape)
@@ -165,14 +165,16 @@ def _writer(array: StoredArray, sharding: NamedSharding, piece_shape: tuple[int,
         ]
         shape = (len(devices), share)
         brought = jax.make_array_from_single_device_arrays(shape, along_devices, shares)
-        return program(whole, brought, np.array(places, np.int32).reshape(num_hosts, len(array.shape)))
+        places_HxA = np.array(places, np.int32).reshape(num_hosts, len(array.shape))
+        written: jax.Array = program(whole, brought, places_HxA)
+        return written
 
     return write
 
 
 def _shard_number(sizes: dict[str, int], axes: str | tuple[str, ...]) -> jax.Array:
     """Returns which of an axis's shards this device holds; inside of `shard_map`."""
-    number = jnp.int32(0)
+    number: jax.Array = jnp.int32(0)
     for name in (axes,) if isinstance(axes, str) else axes:
         number = number * sizes[name] + jax.lax.axis_index(name)
     return number

@@ -206,8 +206,10 @@ def _place(model: ModelConfig, family: MaxTextFamily, row: Parameter, available:
         offset = -1.0
     is_flat = family.flattens_head_norms and within in ("attention.query_norm.scale", "attention.key_norm.scale")
     if not row.is_stacked:
-        name = _OUTSIDE.get(within)
-        return Place((name,), (), factor, offset) if name in available else None
+        outside = _OUTSIDE.get(within)
+        if outside is None or outside not in available:
+            return None
+        return Place((outside,), (), factor, offset)
 
     names = family.dense if row.path[0] == DENSE_LAYERS else family.layer
     name = (names or {}).get(within)

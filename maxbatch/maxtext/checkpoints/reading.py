@@ -157,7 +157,8 @@ class MaxTextCheckpoint:
                 return moments[field](path, abstract)
             if field == "count" and not path:
                 count = self._scalar(self._first_of_optimizer("count"))
-                return jax.device_put(jnp.asarray(count, abstract.dtype), abstract.sharding)
+                placed: jax.Array = jax.device_put(jnp.asarray(count, abstract.dtype), abstract.sharding)
+                return placed
             if field == "last_counts_NxE":  # MaxText keeps no counts of experts
                 return zeros_of(abstract)
             raise self._other_optimizer(f"ours has {'.'.join([field, *path])}")
@@ -286,8 +287,9 @@ def _read(
     if sharding.is_fully_addressable:
         here = _assembled(np, [read_whole(arrays[name]) for name in names], names, place, abstract, factor, offset)
         # A copy, since an array of a CPU device may adopt host memory.
-        made = jax.make_array_from_callback(abstract.shape, sharding, lambda index: np.array(here[index]))
-        return made.block_until_ready()
+        made: jax.Array = jax.make_array_from_callback(abstract.shape, sharding, lambda index: np.array(here[index]))
+        made.block_until_ready()
+        return made
 
     assert isinstance(sharding, NamedSharding), "several hosts share a mesh"
     stored = [read_shared(arrays[name], _sharding_there(arrays[name], place, abstract, sharding)) for name in names]
