@@ -152,9 +152,9 @@ def test_a_crafted_folder_whose_programs_are_pickles_runs_nothing(
 @pytest.mark.parametrize(
     "manifest",
     [
-        b"[]", b"\x80\x04N.", b'{"format": 2, "shapes": 7}', b'{"format": 2}', b"null", b"[" * 100_000,
-        b'{"format": 2, "shapes": [[1e400, 1]]}', b'{"format": 2, "shapes": [[1.0, 1]]}',
-        b'{"format": 2, "shapes": [[1, 2, 3]]}', b'{"format": 2, "shapes": [[0, 1]]}',
+        b"[]", b"\x80\x04N.", b'{"format": 3, "shapes": 7}', b'{"format": 3}', b"null", b"[" * 100_000,
+        b'{"format": 3, "shapes": [[1e400, 1]]}', b'{"format": 3, "shapes": [[1.0, 1]]}',
+        b'{"format": 3, "shapes": [[1, 2, 3]]}', b'{"format": 3, "shapes": [[0, 1]]}',
     ],
 )  # fmt: skip
 def test_a_manifest_of_another_form_is_refused(tmp_path: Path, manifest: bytes) -> None:

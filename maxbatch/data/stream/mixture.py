@@ -247,7 +247,7 @@ def _file_sources(config: StreamConfig) -> Iterator[tuple[str, MixtureSource]]:
     file = Path(os.path.expanduser(path))
     works = f"if it holds data: dataset_path={_as_glob(path)!r}"
     if path.lower().endswith(".json"):
-        works = "if it holds an array of records: dataset_type=json"
+        works += "; if it holds an array of records: dataset_type=json"
     try:
         # The nodes keep the text of scalars, so that 0.7 is exactly seven tenths.
         root = compose(file, "mixture file")
