@@ -188,7 +188,7 @@ def test_words_that_contradict_each_other_have_no_works(line: str) -> None:
     ("line", "said"),
     [
         ("zero_optimization.stage=3", "ici_fsdp_parallelism"),
-        ("zero_optimization.offload_optimizer.device=cpu", "moments stay on devices"),
+        ("zero_optimization.offload_optimizer.device=cpu", "state stays on devices"),
         ("bf16.enabled=true", "dtype=bfloat16 weight_dtype=float32"),
         ("activation_checkpoint.mode=selective", "selective is minimal"),
         ("compile.enable=true", "every step is compiled"),

@@ -231,7 +231,7 @@ def test_half_a_cluster_in_the_environment_is_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match=said):
-        hosts.join(30)
+        hosts.join(30, host_wait_s=10)
 
 
 def test_one_process_tells_itself() -> None:
