@@ -112,7 +112,9 @@ _SCALING = ("llama2", "mistral", "mixtral", "gemma", "gemma2")
 
 def _scales_queries(t: Translation, _: str) -> bool:
     """Returns whether the query weights hold 1 / sqrt(head_dim) there."""
-    names = ("model_name", "decoder_block", "use_qk_norm")
+    if t.text("use_qk_norm").lower() == "true":  # a word with our name, which is mapped after the table's rows
+        return False
+    names = ("model_name", "decoder_block")
     stated = [f"{name}={t.settings[name]}" for name in names if name in t.settings]
     if t.settings.get("model_name", "default") not in ("default", "auto", *presets()):
         return False
