@@ -20,7 +20,7 @@ from maxbatch.system.storage import AnyPath
 from maxbatch.training.weights.local_files import saved_here
 
 _SPOKEN = ("sessions.jsonl", METRICS_FILE)  # files that begin a phrase about checkpoints that are not there
-_REMOVES = "overwrite_run=true, which removes this run's lines and checkpoints"
+_OVERWRITES = "overwrite_run=true removes the lines and checkpoints of this run"
 
 
 def check_beginning(folder: RunFolder, config: CheckpointConfig) -> bool:
@@ -41,11 +41,12 @@ def check_beginning(folder: RunFolder, config: CheckpointConfig) -> bool:
     if config.enable_checkpointing or why.startswith(_SPOKEN):
         raise ConfigError(
             f"run_dir={folder.run_dir}: {why} and there is none, so this start would begin at step 0 and cut the "
-            f"lines; mount checkpoints/ or put it back; works: {other}, or {_REMOVES}"
+            f"lines; mount checkpoints/ or put it back; {_OVERWRITES}; works: {other}, or overwrite_run=true"
         )
     raise ConfigError(
         f"enable_checkpointing=false: {why} in run_dir={folder.run_dir}, and a start without checkpointing begins at "
-        f"step 0 and cuts the lines; works: {other}, or enable_checkpointing=true, which resumes, or {_REMOVES}"
+        f"step 0 and cuts the lines; enable_checkpointing=true resumes, {_OVERWRITES}; works: {other}, or "
+        "enable_checkpointing=true, or overwrite_run=true"
     )
 
 

@@ -14,7 +14,18 @@ from typing import NamedTuple
 
 TOP = Path(__file__).parents[2]
 PAGES = ("README.md", *sorted(str(path.relative_to(TOP)) for path in (TOP / "docs").rglob("*.md")))
-REASONS = ("a model", "a TPU", "the TPU compiler", "a GPU", "a bucket", "a cluster", "lm-eval", "Megatron-LM's files")
+REASONS = (
+    "a model",
+    "a TPU",
+    "the TPU compiler",
+    "a GPU",
+    "a bucket",
+    "a cluster",
+    "lm-eval",
+    "Megatron-LM's files",
+    "a MaxText run",
+    "your records",
+)
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.M | re.S)
 
 
