@@ -58,7 +58,7 @@ def prepared(folder: str, *overrides: str, key: str = "dataset_path") -> TokenSt
 def test_what_is_prepared_is_what_would_be_cached(data: str, capsys: Output) -> None:
     assert run(data, "--output", "out", "--workers", "1") == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("200 documents, ") and "1 records left out" in lines[0] and "MB/s" in lines[0]
+    assert lines[0].startswith("200 documents, ") and "1 record left out" in lines[0] and "MB/s" in lines[0]
     config = load_config(overrides=["dataset_type=jsonl", data])
     cached, store = open_store(config.store, ByteTokenizer()), prepared("out")
     assert np.array_equal(cached.tokens[:], store.tokens[:]) and np.array_equal(cached.offsets, store.offsets)

@@ -44,8 +44,9 @@ _ALTERNATIVES = re.compile(r",? or |(?<=\)), ")
 
 # What stands after `works:` and is no setting of the command at hand: a pattern, and why it is not typed.
 NOT_TYPED: Mapping[str, str] = {
+    r".*; skip_bad_records=true leaves such records out": "offers two ways",
     r".* left out|leave .* out|without .*|--\S+ without .*|no .*|none": "says which word to leave out",
-    r"(pip install|`wandb|[A-Z][A-Z_]+=).*": "is for the shell",
+    r"(pip install|cd into|`wandb|[A-Z][A-Z_]+=).*": "is for the shell",
     r"\[.*\]|\{.*\}|\w+: .*|<<: .*": "is a line of a YAML file, which the file's own tests type",
     r"(weight|sampler|pruner|metric|parallel|trials|seed|sweep_dir|storage)=.*|sweep_dir, .*":
         "is a line of a mixture or of a sweep file",
@@ -58,6 +59,8 @@ NOT_TYPED: Mapping[str, str] = {
         "is a setting beside data that only the user has",
     r".*\b[A-Z]{3,}\b.*|--\S+, which .*": "is a flag with a place that only the user has",
     r"[^\s=]+|(\S*/\S*\s?)+": "takes the place of the word, or of the path, that was wrong",
+    r"eval_stream=rows\b.*|eval_fraction of a stream .*|which returns .*": "is an argument of Python",
+    r"own_parts='' for .*": "leaves the user's own parts out on purpose",
     r"key=.*": "is of a key that a test made up",
 }  # fmt: skip
 

@@ -342,8 +342,8 @@ def find_checkpoint(path: str | Path) -> AnyPath:
         return newest
     if is_of_orbax(folder):
         raise ConfigError(
-            f"{folder}: is an Orbax checkpoint of another trainer, which is not read; convert it to a Hugging Face "
-            "folder there (MaxText: maxtext.checkpoint_conversion.to_huggingface), and give that folder"
+            f"{folder}: is an Orbax checkpoint in another form than MaxText's, which is not read; convert it to a "
+            "Hugging Face folder with the trainer that wrote it, and give that folder"
         )
     if newest is not None:
         return newest  # what is wrong with it is said where it is read

@@ -425,11 +425,11 @@ def test_parameters_alone_start_another_run(saved: Saved) -> None:
 
 
 @pytest.mark.parametrize("place", ["run/checkpoints/4/items", "run/checkpoints/4", "run/checkpoints", "run"])
-def test_a_checkpoint_of_orbax_is_named_as_one(tmp_path: Path, place: str) -> None:
+def test_a_checkpoint_in_maxtexts_form_without_arrays_is_one_line(tmp_path: Path, place: str) -> None:
     items = tmp_path / "run" / "checkpoints" / "4" / "items"
     items.mkdir(parents=True)
     (items / "_METADATA").write_text("{}")
-    with pytest.raises(ConfigError, match=r"is an Orbax checkpoint of another trainer.*to_huggingface"):
+    with pytest.raises(ConfigError, match="items/_METADATA does not list the arrays of a checkpoint"):
         open_source(tmp_path / place)
 
 
