@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -266,7 +267,7 @@ def _check_optimizer(config: AllKeys) -> None:
             re.compile(pattern)
         except re.error as error:
             rule = f"a list of regular expressions without commas: {shown(pattern)} is none ({error})"
-            raise config.fault("adamw_mask", rule, f"[{re.escape(pattern)}]") from None
+            raise config.fault("adamw_mask", rule, shlex.quote(f"[{re.escape(pattern)}]")) from None
 
 
 def _check_schedule(config: AllKeys) -> None:

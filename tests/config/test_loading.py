@@ -74,7 +74,7 @@ def test_a_scalar_is_read_by_its_keys_type_in_files_and_overrides_alike(
         "per_device_batch_size=nan", "per_device_batch_size=three", "per_device_batch_size=1/2/3",
         "gradient_accumulation_steps=0", "gradient_accumulation_steps=1.5", "global_batch_size=0",
         "packing=yes", "packing=1", "packing=", "dtype=bf16", "dtype=float16", "remat_policy=minimum",
-        "learning_rate_schedule=cosin", "opt_type=adam", "dataset_type=json", "model_name=llama",
+        "learning_rate_schedule=cosin", "opt_type=adam", "dataset_type=xml", "model_name=llama",
         "data_shuffle_seed=-1", "init_weights_seed=-1", "base_num_query_heads=5",
         "head_dim=33", "base_emb_dim=0", "vocab_size=-2", "max_target_length=1", "warmup_steps_fraction=1.5",
         "adam_b1=1", "adam_b2=-0.1", "eval_fraction=1", "checkpoint_period=0", "eval_interval=0",

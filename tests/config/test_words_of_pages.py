@@ -61,7 +61,7 @@ rollout_data_parallelism: = | rollout_tensor_parallelism: = | rollout_expert_par
 rl.num_generations: num_generations | rl.num_iterations: num_iterations | rl.grpo_beta: grpo_beta
 rl.off_policy_steps: off_policy_steps | max_num_batched_tokens: can be left out | max_num_seqs: can be left out
 max_concurrency: rollout_micro_batch_size | learning_rate: = | warmup_steps_fraction: =
-learning_rate_final_fraction: = | learning_rate_schedule_steps: steps | lr_schedule_type: learning_rate_schedule
+learning_rate_final_fraction: = | learning_rate_schedule_steps: = | lr_schedule_type: learning_rate_schedule
 cosine_learning_rate_final_fraction: learning_rate_final_fraction | wsd_decay_steps_fraction: =
 steps: = | eval_per_device_batch_size: = | eval_interval: = | eval_steps: = | eval_start_step: eval_interval
 use_sft: = | sft_train_on_completion_only: = | use_tunix_gradient_accumulation: can be left out

@@ -40,6 +40,7 @@ _MOST_KEPT = 12  # of one line of code that a test keeps, including those that t
 _MOST_OF_SESSION = 40  # of one line of code that a session has typed
 _MOST_TRIES = 8  # a statement may have several faults, each with its own message
 _MACHINE = ("num_devices", "num_hosts", "num_slices")
+_IN_A_FILE = re.compile(r"[^\s=]+:\d+: ")  # the place of a word, at the beginning of a message
 _ALTERNATIVES = re.compile(r",? or |(?<=\)), ")
 
 # What stands after `works:` and is no setting of the command at hand: a pattern, and why it is not typed.
@@ -258,6 +259,9 @@ def _fault_of_words(words: list[str], error: ConfigError, message: str, frames: 
     if words[0] == "maxbatch":
         return _fault_of_arguments(words[1:], message)
     flags = [word for word in words if word.startswith("--")]
+    if isinstance(error, UnknownKeys) and _IN_A_FILE.match(message) and not flags:
+        # Who types the settings takes the unknown words out of the file.
+        return _fault_of_values(dict(word.split("=", 1) for word in words))
     if argv:
         return _fault_of_arguments(_with_words(list(argv), words, error, message.split()[0].rstrip(":")), message)
     if flags:
@@ -272,13 +276,15 @@ def _fault_of_words(words: list[str], error: ConfigError, message: str, frames: 
 def _with_words(argv: list[str], words: Sequence[str], error: ConfigError, wrong: str) -> list[str]:
     """Returns arguments with words typed behind them, in place of their flags, their keys, and unknown words.
 
-    `wrong` is the flag that the message is about, if it is about one.
+    `wrong` is the word that the message is about: a flag, or one that is neither a flag nor a setting.
     """
     settings = dict(word.split("=", 1) for word in words if "=" in word and not word.startswith("-"))
     flags = {word.partition("=")[0] for word in (*words, wrong) if word.startswith("--")}
     known = make_parser(argv[0])._option_string_actions if argv[0] in COMMANDS else {}
     left, is_left_out = list[str](), False
     for word in argv[1:]:
+        if word == wrong:
+            continue
         name = word.partition("=")[0]
         if word.startswith("-"):
             is_left_out = name in flags or name not in known

@@ -44,7 +44,7 @@ def old() -> dict[str, Any]:
     """The JSON of a version that knew no checksum over it."""
     saved = json.loads(json.dumps(RECORD.to_json()))
     del saved["json_checksum"], saved["parameters"], saved["position"]["weightless_updates"]
-    del saved["position"]["best_eval"]
+    del saved["position"]["best_eval"], saved["position"]["taken_over"]
     return saved
 
 
