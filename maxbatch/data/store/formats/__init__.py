@@ -67,20 +67,24 @@ class Format(Protocol):
         ...
 
 
-class TextFiles:
-    """`text`: every file of UTF-8 text is a document; one of them is held in memory at a time."""
-
-    unit: ClassVar[str] = ""
+class WholeFiles:
+    """The pieces of a format whose files cannot be cut: one a file."""
 
     def pieces(self, file: SourceFile) -> Iterator[Piece]:
         yield Piece(file, 0, file.size, file.size)
 
+    def records_before(self, piece: Piece) -> int:
+        return 0
+
+
+class TextFiles(WholeFiles):
+    """`text`: every file of UTF-8 text is a document; one of them is held in memory at a time."""
+
+    unit: ClassVar[str] = ""
+
     def documents(self, piece: Piece) -> Iterator[Record]:
         with open_file(piece.file) as file:
             yield checked_utf8(1, file.read())
-
-    def records_before(self, piece: Piece) -> int:
-        return 0
 
 
 DELIMITERS = {"csv": ",", "tsv": "\t"}

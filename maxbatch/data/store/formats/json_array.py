@@ -12,9 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, TextIO
 
-from maxbatch.data.store.formats import LONGEST_RECORD, Piece, Record, content_of
+from maxbatch.data.store.formats import LONGEST_RECORD, Piece, Record, WholeFiles, content_of
 from maxbatch.data.store.formats.packed import opened_text
-from maxbatch.system.source_files import SourceFile
 
 _BLOCK_CHARACTERS = 1 << 16
 _SPACE = " \t\r\n"
@@ -28,18 +27,12 @@ class _Fault(ValueError):
 
 
 @dataclass(frozen=True)
-class JsonArray:
+class JsonArray(WholeFiles):
     """Objects of an array of JSON."""
 
     unit: ClassVar[str] = "record"
 
     text_field: str | None  # None: the whole record, as JSON
-
-    def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        yield Piece(file, 0, file.size, file.size)
-
-    def records_before(self, piece: Piece) -> int:
-        return 0
 
     def documents(self, piece: Piece) -> Iterator[Record]:
         number = 0

@@ -15,26 +15,19 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from maxbatch.config.values import shown
-from maxbatch.data.store.formats import LONGEST_RECORD, Piece, Record, content_of
+from maxbatch.data.store.formats import LONGEST_RECORD, Piece, Record, WholeFiles, content_of
 from maxbatch.data.store.formats.packed import opened_text
 from maxbatch.system.errors import ConfigError
-from maxbatch.system.source_files import SourceFile
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(WholeFiles):
     """Rows of text. The number of a record does not count the header."""
 
     unit: ClassVar[str] = "record"
 
     delimiter: str
     text_field: str | None  # None: the whole record, as JSON
-
-    def pieces(self, file: SourceFile) -> Iterator[Piece]:
-        yield Piece(file, 0, file.size, file.size)
-
-    def records_before(self, piece: Piece) -> int:
-        return 0
 
     def documents(self, piece: Piece) -> Iterator[Record]:
         csv.field_size_limit(max(csv.field_size_limit(), LONGEST_RECORD))
