@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from maxbatch.commands.arguments import add_model, check_overrides, count, model_of, real, whole
 from maxbatch.config.base_path import stated_base
+from maxbatch.config.rules import check_vocabulary
 from maxbatch.config.values import Bounds, shown
 from maxbatch.huggingface.folder.config_json import context_length, end_tokens, is_huggingface_folder
 from maxbatch.system.errors import EXIT_DONE, ConfigError, report
@@ -73,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     config = source.config(args.overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = tokenizer_of(config.stream)
+    check_vocabulary(config, tokenizer.vocab_size)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.model):  # a prompt of an imported model begins as its tokenizer states

@@ -51,8 +51,8 @@ class Position(NamedTuple):
 
     @property
     def trained_updates(self) -> int:
-        """Updates with a finite loss and gradient."""
-        return self.step - self.skipped_updates - self.weightless_updates
+        """Updates of the run itself with a finite loss and gradient."""
+        return self.step - self.taken_over - self.skipped_updates - self.weightless_updates
 
 
 class StoredParameter(NamedTuple):

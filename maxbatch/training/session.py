@@ -214,8 +214,7 @@ class Session(Generic[B]):
         if local and (newest is None or local.position.step >= newest.position.step):
             newest = local
         parameters = self._pin_origin(newest)
-        first = Position() if newest else self._first_position(parameters)
-        self.position = newest.position if newest else first
+        self.position = newest.position if newest else self._first_position(parameters)
         hosts = newest.hosts if newest else (None, None)
         self.planned = opened.plan(_resume(self.position, hosts))
         for message in self.plan.warnings:
@@ -227,7 +226,11 @@ class Session(Generic[B]):
                 f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
                 "which is missing or damaged; remove this folder, and name other checkpoints with --checkpoints"
             )
-        position = restored.position if restored else first
+        position = self.position
+        if restored:
+            position = restored.position
+        elif newest:  # no checkpoint was whole
+            position = self._first_position(parameters)
         if position != self.position:  # the newest checkpoint was damaged
             self.position, self.planned = position, opened.plan(_resume(position, hosts))
         if self.checkpoints and self.checkpoints.has_set_aside and not restored and is_first():
@@ -581,9 +584,11 @@ class Session(Generic[B]):
             self.console.print(line)
         (step, samples_seen, *_), data = self.position, self.opened.data
         epoch = "" if data.samples_per_epoch is None else f", {data.samples_per_epoch:,} {data.unit} an epoch"
-        resumed = (
-            f", resumed at step {step}, after {samples_seen:,} {data.unit}, from {self._restored_from}" if step else ""
-        )
+        where = f"step {step}, after {samples_seen:,} {data.unit}"
+        is_taken_over = step > 0 and step == self.position.taken_over
+        resumed = f", resumed at {where}, from {self._restored_from}" if step else ""
+        if is_taken_over:
+            resumed = f", continues MaxText's run at {where}"
         own = own_parts_of(self.config.own_parts)
         of_model = f" of {own['model']}" if "model" in own else ""
         stream = f"stream {own['stream']}" if "stream" in own else self.config.dataset_type
@@ -593,6 +598,11 @@ class Session(Generic[B]):
         self.console.print(
             f"{parameters_in_words(self.planned.abstract)}{of_model} | {stream}{epoch} | {self.config.run_dir}{resumed}"
         )
+        if is_taken_over:
+            known = (
+                f"from here on the {data.unit} are those of this run's stream; which rows MaxText had read is not known"
+            )
+            self.console.print(folded(known, 2, self.console.width))
         for text in data.notes:
             self.console.print(folded(f"{self.config.dataset_path}: {text}", 2, self.console.width))
         if self.config.run_name or self.config.base_output_directory:
@@ -602,9 +612,10 @@ class Session(Generic[B]):
     def _check_result(self, why_untrained: str) -> None:
         """Raises TrainingError for a run none of whose updates had a finite loss and gradient."""
         position = self.position
-        if not position.step or position.trained_updates:
+        own_updates = position.step - position.taken_over
+        if not own_updates or position.trained_updates:
             return
-        where = f"{self.config.run_dir}: none of its {position.step} updates changed the parameters"
+        where = f"{self.config.run_dir}: none of its {own_updates} updates changed the parameters"
         if position.skipped_updates:
             raise DivergedError(
                 f"{where}: {position.skipped_updates} had a gradient or a new state that is not finite; lower "

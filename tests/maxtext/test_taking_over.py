@@ -49,7 +49,9 @@ def overrides(maxtext_run: Path, run_dir: Path, *more: str) -> list[str]:
     return [*RUN, f"run_dir={run_dir}", f"load_full_state_path={maxtext_run}/checkpoints/4", *more]
 
 
-def test_a_state_of_maxtext_is_gone_on_with_from_its_own_step(maxtext_run: Path, tmp_path: Path) -> None:
+def test_a_state_of_maxtext_is_gone_on_with_from_its_own_step(
+    maxtext_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = content_of(maxtext_run)
     config = load_config(overrides=overrides(maxtext_run, tmp_path / "run", "global_batch_size=8", "steps=8"))
 
@@ -58,6 +60,9 @@ def test_a_state_of_maxtext_is_gone_on_with_from_its_own_step(maxtext_run: Path,
     lines = lines_of(tmp_path / "run")
     assert [(line["step"], line["samples_seen"]) for line in lines] == [(6, 48), (7, 56), (8, 64)]
     assert content_of(maxtext_run) == before
+    said = " ".join(capsys.readouterr().out.split())
+    assert "continues MaxText's run at step 5, after 40 samples" in said
+    assert "which rows MaxText had read is not known" in said
 
 
 def test_a_run_that_took_over_resumes_without_a_word_about_missing_lines(
@@ -69,6 +74,17 @@ def test_a_run_that_took_over_resumes_without_a_word_about_missing_lines(
     train(load_config(overrides=[*common, "steps=9"]))
     assert "missing" not in capsys.readouterr().err
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [6, 7, 8, 9]
+
+
+def test_a_run_whose_own_checkpoints_are_all_damaged_takes_over_again(maxtext_run: Path, tmp_path: Path) -> None:
+    common = overrides(maxtext_run, tmp_path / "run", "global_batch_size=8", "learning_rate_schedule=constant")
+    train(load_config(overrides=[*common, "steps=7"]))
+    for blocks in (tmp_path / "run" / "checkpoints").glob("*/*/*"):
+        blocks.write_bytes(blocks.read_bytes()[: blocks.stat().st_size // 2])
+
+    train(load_config(overrides=[*common, "steps=7"]))
+
+    assert [(line["step"], line["samples_seen"]) for line in lines_of(tmp_path / "run")] == [(6, 48), (7, 56)]
 
 
 def test_moments_are_those_of_the_parameters_as_we_store_them(maxtext_run: Path) -> None:
@@ -137,3 +153,13 @@ def test_an_exported_run_is_read_as_the_same_model(maxtext_run: Path, tmp_path: 
     again = MaxTextCheckpoint(tmp_path / "exported" / "0" / "items").open(config.model, abstract)(abstract)
     for one, other in zip(jax.tree.leaves(ours), jax.tree.leaves(again), strict=True):
         np.testing.assert_allclose(one, other, rtol=3e-7)
+
+
+def test_a_tokenizer_with_more_tokens_than_the_checkpoints_model_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = load_config(overrides=[*RUN, "vocab_size=64"])
+    params = nested(arrays_there(random_like(abstract_params(config)), places_of(config.model, ScannedNames()), None))
+    items = write_checkpoint(tmp_path, params)
+    assert main(["generate", str(items), *RUN, "vocab_size=64", "--prompt", "a"]) == 2
+    assert "vocab_size=64" in capsys.readouterr().err
