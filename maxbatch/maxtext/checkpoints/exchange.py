@@ -20,6 +20,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from maxbatch.huggingface.arrays.reading import zeros_of
 from maxbatch.maxtext.checkpoints.stored import Spans, StoredArray
 from maxbatch.parallel.hosts import gather
 from maxbatch.system.errors import ConfigError
@@ -57,8 +58,7 @@ def read_shared(array: StoredArray, sharding: NamedSharding) -> jax.Array:
     for chunk in array.chunks:
         by_shape[tuple(end - begin for begin, end in chunk)].append(chunk)
 
-    zeros = jax.jit(lambda: jnp.zeros(array.shape, array.dtype), out_shardings=sharding)
-    whole: jax.Array = zeros().block_until_ready()
+    whole = zeros_of(jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)).block_until_ready()
     for chunk_shape, chunks in by_shape.items():
         piece_shape = _piece_shape(chunk_shape, _ROUND_BYTES // num_hosts // array.dtype.itemsize)
         write = _writer(array, sharding, piece_shape)

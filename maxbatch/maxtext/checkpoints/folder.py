@@ -37,14 +37,7 @@ class ItemsFolder(NamedTuple):
 def is_maxtext(path: str | Path) -> bool:
     """Returns whether a path is a MaxText run, one of its checkpoints, or that checkpoint's items."""
     folder = as_path(path)
-    if _is_checkpoint(folder):
-        return True
-    return bool(_steps(folder))
-
-
-def newest_step(folder: AnyPath) -> int | None:
-    """Returns the number of the newest MaxText checkpoint of a run folder; None if it has none."""
-    return max(_steps(folder), default=None)
+    return _is_checkpoint(folder) or _newest(folder) is not None
 
 
 def open_items(path: str, key: str) -> ItemsFolder:
@@ -60,11 +53,10 @@ def open_items(path: str, key: str) -> ItemsFolder:
     where = f"{key}={shown_path(path)}"
     folder = as_path(path).absolute()
     if not _is_checkpoint(folder):
-        steps = _steps(folder)
-        if not steps:
+        newest = _newest(folder)
+        if newest is None:
             raise ConfigError(f"{where}: no MaxText checkpoint here; give checkpoints/STEP of a MaxText run")
-        inside = folder / "checkpoints" if (folder / "checkpoints").is_dir() else folder
-        folder = inside / str(max(steps))
+        folder = newest
     if (folder / _EMERGENCY).exists():
         raise ConfigError(
             f"{where}: is an emergency checkpoint, which holds one host's shards; give one that all hosts wrote"
@@ -100,13 +92,19 @@ def _is_checkpoint(folder: AnyPath) -> bool:
     return any((folder / name).is_file() for name in (METADATA, f"{_ITEMS}/{METADATA}", _CHECKPOINT))
 
 
-def _steps(folder: AnyPath) -> list[int]:
-    """Returns the numbers of the checkpoints in a run folder or in its `checkpoints`."""
-    steps: list[int] = []
+def _newest(folder: AnyPath) -> AnyPath | None:
+    """Returns the newest MaxText checkpoint of a run folder, or of its `checkpoints`; None if it has none.
+
+    A run of ours is known by its newest checkpoint, so that no other of its folders is asked for.
+    """
     for inside in (folder / "checkpoints", folder):
+        numbers: list[int] = []
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            numbers = [name for name in subfolders(inside) if name.isdigit()]
-            steps += [int(name) for name in numbers if _is_checkpoint(inside / name)]
-        if steps:
-            break
-    return steps
+            numbers = sorted((int(name) for name in subfolders(inside) if name.isdigit()), reverse=True)
+        for number in numbers:
+            checkpoint = inside / str(number)
+            if (checkpoint / _OWN_ITEM).is_dir():
+                return None
+            if _is_checkpoint(checkpoint):
+                return checkpoint
+    return None

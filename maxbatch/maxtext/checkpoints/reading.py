@@ -131,7 +131,7 @@ class MaxTextCheckpoint:
         places, arrays = self._checked(config, abstract_params, _PARAMETERS)
 
         def read(part: State) -> State:
-            return self._read_tree(part, places, arrays, lambda place: (place.factor, place.offset))
+            return _read_tree(part, places, arrays)
 
         return read
 
@@ -220,10 +220,10 @@ class MaxTextCheckpoint:
         used = {name for place in places.values() for name in place.arrays}
         if missing:
             names = first_of([".".join(path) for path in missing], _MOST_NAMES)
-            raise ConfigError(f"{self.stated}: does not fit this model: it has no array for {names}")
+            raise self._misfit(f"it has no array for {names}")
         if unused := sorted(available - used):
             names = first_of(unused, _MOST_NAMES)
-            raise ConfigError(f"{self.stated}: does not fit this model: nothing here takes its {names}")
+            raise self._misfit(f"nothing here takes its {names}")
         arrays = {
             name.removeprefix(prefix): array
             for name, array in open_arrays(self._folder, sorted(prefix + name for name in used)).items()
@@ -246,35 +246,30 @@ class MaxTextCheckpoint:
             if number >= 0 and len(there) > LAYER_AXIS:
                 num_layers = there.pop(LAYER_AXIS)
                 if num_layers != number + 1:
-                    raise ConfigError(
-                        f"{self.stated}: does not fit this model: {name} has {num_layers} layers there, "
-                        f"{number + 1} here"
-                    )
+                    raise self._misfit(f"{name} has {num_layers} layers there, {number + 1} here")
             if tuple(there) != one_layer:
-                raise ConfigError(
-                    f"{self.stated}: does not fit this model: {name} is {tuple(there)} there, {one_layer} here "
-                    f"({'.'.join(path)})"
-                )
+                raise self._misfit(f"{name} is {tuple(there)} there, {one_layer} here ({'.'.join(path)})")
 
-    def _read_tree(
-        self,
-        part: State,
-        places: Mapping[ParameterPath, Place],
-        arrays: Mapping[str, StoredArray],
-        change: Callable[[Place], tuple[float, float]],
-    ) -> State:
-        """Reads parameters, the largest first, while most memory is free."""
-        leaves = jax.tree.leaves_with_path(part)
-        read: dict[int, jax.Array] = {}
-        for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
-            keys, abstract = leaves[number]
-            path = parameter_path(keys)
-            if path in places:
-                read[number] = _read(arrays, places[path], abstract, *change(places[path]))
-            else:
-                read[number] = zeros_of(abstract)
-        whole: State = jax.tree.unflatten(jax.tree.structure(part), [read[number] for number in range(len(leaves))])
-        return whole
+    def _misfit(self, why: str) -> ConfigError:
+        return ConfigError(
+            f"{self.stated}: does not fit this model: {why}; a checkpoint of MaxText states no model: state its keys, "
+            "such as model_name, which maxbatch import maxtext writes"
+        )
+
+
+def _read_tree(part: State, places: Mapping[ParameterPath, Place], arrays: Mapping[str, StoredArray]) -> State:
+    """Reads parameters, the largest first, while most memory is free."""
+    leaves = jax.tree.leaves_with_path(part)
+    read: dict[int, jax.Array] = {}
+    for number in sorted(range(len(leaves)), key=lambda number: -math.prod(leaves[number][1].shape)):
+        keys, abstract = leaves[number]
+        place = places.get(parameter_path(keys))
+        if place is None:
+            read[number] = zeros_of(abstract)
+        else:
+            read[number] = _read(arrays, place, abstract, place.factor, place.offset)
+    whole: State = jax.tree.unflatten(jax.tree.structure(part), [read[number] for number in range(len(leaves))])
+    return whole
 
 
 def _read(
