@@ -33,7 +33,7 @@ COMMANDS: dict[str, Command] = {
         prints_json=True),
     "import": Command(
         "maxbatch.commands.import_config.command",
-        "Convert a config of MaxText, Hugging Face, DeepSpeed, Axolotl, Megatron, TRL or NeMo.",
+        "Convert a config of MaxText, Hugging Face, TRL, DeepSpeed, Axolotl, Megatron, NeMo and others.",
         ("maxbatch import maxtext llama2_7b.yml --output run.yml",
          "maxbatch import auto pretrain.sh --skip-unsupported")),
     "train": Command(

@@ -215,7 +215,7 @@ def simulate_devices(num_devices: int | None) -> None:
 
 def add_model(parser: argparse.ArgumentParser, **files: str) -> None:
     """Adds a model, files by name with their help, overrides of the model's config, and the flag of averages."""
-    model = "a run folder, one of its checkpoints, or a Hugging Face folder"
+    model = "a run folder, one of its checkpoints, a Hugging Face folder, or a MaxText checkpoint"
     parser.add_argument("model", type=place, metavar="MODEL", help=model)
     for name, text in files.items():
         parser.add_argument(name, type=place, metavar=name.upper(), help=text)

@@ -91,7 +91,8 @@ class RunConfig(Section):
     model_name: str = key("default", "preset: a file of configs/models/ without .yml; auto: the model of "
         "load_parameters_path, a Hugging Face folder; default: the model keys below (docs/models.md)", NOTHING)
     load_parameters_path: StoragePath = key("", "start a new run from the parameters of this run folder, checkpoint, "
-        'Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False, changes=_GOES_ON)
+        'MaxText checkpoint, Hugging Face folder or hub name; "": from scratch', NOTHING, warm_start=False,
+        changes=_GOES_ON)
     load_full_state_path: StoragePath = key("", "start a new run from parameters and optimizer state: a new stream and "
         "plan, step 0 (annealing); a state of MaxText: go on with that run, from its step", NOTHING, warm_start=False,
         changes=_GOES_ON)

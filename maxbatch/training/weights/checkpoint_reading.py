@@ -49,7 +49,10 @@ from maxbatch.training.weights.shards import read_item, read_together
 OWN_MODEL = "own"  # in the model's identity, in place of the keys of the config's own model
 _STEP_OF_PATH = re.compile(r"""\[('(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*"|\d+)\]""")  # in the name of a stored array
 _OF_ORBAX = ("_METADATA", "manifest.ocdbt", "_CHECKPOINT_METADATA")
-_GIVE = "give a run folder with checkpoints/, one of checkpoints/STEP, or a Hugging Face folder (config.json)"
+_GIVE = (
+    "give a run folder with checkpoints/, one of checkpoints/STEP, a Hugging Face folder (config.json), or a MaxText "
+    "checkpoint"
+)
 
 
 class Adapting(NamedTuple):

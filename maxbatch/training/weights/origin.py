@@ -42,7 +42,7 @@ class Source(Protocol):
 
     @property
     def step(self) -> int | None:
-        """The step of a checkpoint; None for a Hugging Face folder."""
+        """The step of a checkpoint, or the number of its folder in MaxText; None for a Hugging Face folder."""
 
     def config(self, overrides: Sequence[str] = ()) -> Config:
         """Returns the config of the model, with "key=value" texts over it.

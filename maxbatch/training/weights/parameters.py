@@ -1,6 +1,6 @@
 """Loading of parameters: open a source, read its config, place the parameters, merge adapters.
 
-A source is a named checkpoint, a run's newest checkpoint, or a Hugging Face folder.
+A source is a named checkpoint, a run's newest checkpoint, a Hugging Face folder, or a MaxText checkpoint.
 """
 
 from __future__ import annotations
