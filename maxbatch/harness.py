@@ -46,11 +46,11 @@ def evaluate(
         or the tokenizer has no chat template.
       TrainingError: the model gives no finite log-probability.
     """
+    refuse_module(model)  # before a module's user is asked to install what it cannot use
     check_installed()
     names = [tasks] if isinstance(tasks, str) else list(tasks)
     if not names:
         raise ConfigError("--tasks: must name at least one task; works: --tasks hellaswag")
-    refuse_module(model)
     model = model if isinstance(model, LoadedModel) else LoadedModel(os.fspath(model))
     loaded = Tasks(names, "--tasks ", include_path, num_fewshot, limit)
     loaded.check(model)  # before anything is computed

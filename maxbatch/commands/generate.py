@@ -74,11 +74,12 @@ def run(args: argparse.Namespace) -> int:
     config = source.config(args.overrides)
     use_persistent_cache(config.compilation_cache_dir, cache_folder(config.data_cache_dir, "xla"))
     tokenizer = tokenizer_of(config.stream)
-    check_vocabulary(config, tokenizer.vocab_size)
     if args.chat:
         tokenizer.chat_template()  # refuses a tokenizer without one before the parameters are read
     if is_huggingface_folder(args.model):  # a prompt of an imported model begins as its tokenizer states
         config = source.config([f"add_bos={tokenizer.begins_with_bos()}".lower(), *args.overrides])
+    else:
+        check_vocabulary(config, tokenizer.vocab_size)
     model = config.decoder
     _, params = restored(source, model)
     ends = end_tokens(config.load_parameters_path)  # of a run: the end tokens of the model that it started from
