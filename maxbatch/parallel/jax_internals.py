@@ -101,21 +101,22 @@ def share_cached_cpu_programs(cpu: str) -> None:
 
     JAX lets only the first process write into the cache. The keys have a fingerprint of the topology, which on CPUs
     differs between processes, so the others would compile every program at every start. A process whose cache is in
-    another place than the first one's compiles by itself. `cpu` describes the CPU.
+    another place than the first one's compiles by itself. `cpu` describes the CPU. All processes call this once per
+    run; a process may have several runs.
     """
+    _FIRST_PROCESS.meet(_place_of_cache())
+    _take_programs_of_the_first_process(cpu)
+
+
+@functools.cache
+def _take_programs_of_the_first_process(cpu: str) -> None:
     from jax._src import cache_key
     from jax._src import compiler as of_programs
 
-    # Keys name the folder of the cache, so a process that waits in another folder for a program would wait in vain.
-    first, place = _FirstProcess(), _place_of_cache()
-    first.tell("place", "of the cache", place)
-    if first.told("place", "of the cache") not in (None, place):
-        return
-
-    hash_topology = cache_key._hash_accelerator_config
+    first, hash_topology = _FIRST_PROCESS, cache_key._hash_accelerator_config
 
     def hash_topology_or_cpu(hash_obj: Any, accelerators: np.ndarray) -> None:
-        if accelerators.flat[0].platform == "cpu":
+        if first.shares_cache and accelerators.flat[0].platform == "cpu":
             hash_obj.update(cpu.encode())
         else:
             hash_topology(hash_obj, accelerators)
@@ -126,7 +127,7 @@ def share_cached_cpu_programs(cpu: str) -> None:
 
     def read_or_wait(name: str, key: str, options: Any, backend: Any, devices: Any, *more: Any) -> Any:
         found = read(name, key, options, backend, devices, *more)
-        if len({device.process_index for device in devices}) == 1:
+        if not first.shares_cache or len({device.process_index for device in devices}) == 1:
             return found
         first.tell("begun", key, _place_of_cache())
         if found[0] is not None:
@@ -139,7 +140,8 @@ def share_cached_cpu_programs(cpu: str) -> None:
         try:
             return compile_and_write(*arguments)
         finally:  # where it fails, the others find nothing in the cache, and compile
-            first.tell("compiled", arguments[-1])
+            if first.shares_cache:
+                first.tell("compiled", arguments[-1])
 
     compiler._cache_read, compiler._compile_and_write_cache = read_or_wait, compile_and_tell
 
@@ -152,8 +154,18 @@ class _FirstProcess:
     """The programs that the first process says it has begun to look for, and has compiled or found."""
 
     def __init__(self) -> None:
+        self.shares_cache = False  # this process has its cache in the same place
         self._said: set[str] = set()
+        self._num_meetings = 0
         self._is_silent = False
+
+    def meet(self, place: str) -> None:
+        """Compares the places of the caches."""
+        # Keys name the folder of the cache, so a process that waits in another folder for a program would wait in vain.
+        self._num_meetings += 1
+        meeting = f"of run {self._num_meetings}"
+        self.tell("place", meeting, place)
+        self.shares_cache = self.told("place", meeting) in (None, place)
 
     def tell(self, what: str, program: str, value: str = "") -> None:
         """Tells the others, if this is the first process."""
@@ -173,6 +185,9 @@ class _FirstProcess:
             except jax.errors.JaxRuntimeError as error:
                 self._is_silent = "DEADLINE_EXCEEDED" not in str(error) or time.monotonic() >= until
         return None
+
+
+_FIRST_PROCESS = _FirstProcess()
 
 
 def load_executable(content: bytes, lowered: jax.stages.Lowered, mesh: Mesh) -> jax.stages.Compiled:

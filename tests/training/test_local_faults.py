@@ -45,7 +45,7 @@ def test_a_path_that_an_ordinary_user_may_not_use_is_one_line_and_exit_2(tmp_pat
     for command, said in (
         ([*train, f"run_dir={forbidden}"], "cannot be written (Permission denied)"),
         ([*train, f"run_dir={forbidden / 'run'}"], "cannot be written (Permission denied)"),
-        ([*train, f"run_dir={closed / 'run'}"], "cannot be written (Permission denied)"),
+        ([*train, f"run_dir={closed / 'run'}"], "cannot be read (Permission denied)"),
         (["generate", str(closed / "run")], "cannot be opened (Permission denied)"),
     ):
         ended = subprocess.run(

@@ -158,7 +158,7 @@ WRITERS: dict[str, tuple[str, str, Callable[[Path, list[str]], Path]]] = {
     "tsv": ("tsv", "a.tsv", write_table),
     "packed csv": ("csv", "a.csv.gz", write_packed_table),
     "json": ("json", "a.json", write_array),
-    "json object": ("json", "b.json", write_object),
+    "json object": ("json", "a.json", write_object),
     "packed json": ("json", "a.json.gz", write_packed_array),
     "packed tfrecord": ("tfrecord", "a.tfrecord.gz", write_packed_tfrecord),
 }
