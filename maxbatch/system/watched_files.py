@@ -52,12 +52,20 @@ def check_watched() -> None:
     """Raises ConfigError naming a file of the run under way whose content is no longer what was hashed."""
     for name, watched in list(_RUNS[-1].items()) if _RUNS else []:
         with reading(watched.file):
-            stamp = content_stamp(watched.file)
+            stamp = _stamp(watched.file)
             if stamp == watched.stamp:
                 continue
             if not watched.has_same_content():
                 raise changed(watched.file)
             _RUNS[-1][name] = watched._replace(stamp=stamp)
+
+
+def _stamp(file: AnyPath) -> Stamp:
+    """Returns the stamp of a file; one that was removed has a stamp of its own, since a map of it still has content."""
+    try:
+        return content_stamp(file)
+    except FileNotFoundError:
+        return 0, []
 
 
 def changed(file: AnyPath) -> ConfigError:

@@ -213,6 +213,18 @@ class MappedFile:
             self._check(self._chunks(places))
         return self._array[places]
 
+    def check(self) -> None:
+        """Compares the whole file with its hashes, also the parts that were checked before.
+
+        Raises:
+          ConfigError: a block differs from its hash, or the file has shrunk.
+        """
+        assert self._blocks is not None, "the store has no hashes"
+        self._refuse_shrunk(self._map.size())
+        data = self._array.view(np.uint8)
+        for begin in range(0, self._size, _AT_ONCE_BYTES):
+            self._blocks.check(self._path.name, begin, data[begin : begin + _AT_ONCE_BYTES])
+
     def _chunks(self, places: np.ndarray | slice) -> np.ndarray:
         if isinstance(places, slice):
             begin, end, _ = places.indices(len(self._array))

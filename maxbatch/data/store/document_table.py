@@ -143,6 +143,10 @@ class MappedTable(LocalTable):
         if ends.tolist() != [0, num_tokens]:
             raise _damaged(path, f"it goes from token {ends[0]} to {ends[1]}, and the store has {num_tokens}")
 
+    def check(self) -> None:
+        """Compares the whole table with its hashes; raises ConfigError if a block differs."""
+        self._file.check()
+
     def starts(self, documents_n: np.ndarray) -> np.ndarray:
         starts_n = self._file[documents_n + self._skipped]
         if not self._has_hashes:

@@ -9,6 +9,7 @@ the others wait.
 from __future__ import annotations
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 from maxbatch.config.combined import StoreConfig
@@ -18,9 +19,11 @@ from maxbatch.data.store.recipe import StoreRecipe
 from maxbatch.data.store.store import Manifest, Store
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
 from maxbatch.data.store.tokenizer import Tokenizer
+from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError, StoreRefused
-from maxbatch.system.storage import as_path
+from maxbatch.system.storage import AnyPath, as_path, is_remote
 from maxbatch.system.warning import warn_once
+from maxbatch.system.watched_files import watch
 
 
 def find_store(config: StoreConfig, tokenizer: Tokenizer) -> Store | None:
@@ -61,11 +64,28 @@ def open_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_pa
     assert names is not None, "files were read"
     if (store := _cached(config, *names)) is not None:
         _warn_without_hashes(store)
-        return store
+        return _load_watched(store.folder)
     folder = cache_folder(config.data_cache_dir) / names[0]
     writing = writing_cache(config.data_cache_dir, cache_folder(config.data_cache_dir))
     with writing, bytes_bar(source.size, f"tokenising {key}") as progress:
-        return build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
+        build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
+    return _load_watched(folder)
+
+
+def _load_watched(folder: AnyPath) -> TokenStore:
+    """Returns the store in a folder, whose files the run under way watches from before they are read.
+
+    Those of an object store are compared with their hashes at every read instead.
+    """
+    if is_remote(folder):
+        return load_folder(folder)
+    stamps = {}
+    with contextlib.suppress(OSError):  # loading names what is wrong
+        stamps = {file.name: content_stamp(file) for file in folder.iterdir() if file.is_file()}
+    store = load_folder(folder)
+    for name in store.manifest["sizes"]:
+        watch(folder / name, stamps[name], partial(store.is_unchanged, name))
+    return store
 
 
 def _cached(config: StoreConfig, name: str, old: str | None) -> TokenStore | None:
@@ -104,7 +124,7 @@ def _prepared_store(config: StoreConfig, tokenizer: Tokenizer, key: str) -> Toke
     if not value or not folder.is_dir():
         raise ConfigError(needs)
     try:
-        store = load_folder(folder)
+        store = _load_watched(folder)
     except StoreRefused:  # an object store that refuses, or does not answer
         raise
     except ConfigError as error:

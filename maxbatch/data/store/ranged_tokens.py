@@ -51,6 +51,11 @@ class RangedTokens:
             return self._read([]) if not wanted.size else self[np.flatnonzero(wanted)]
         return self._gather(np.where(wanted < 0, wanted + self._size, wanted).astype(np.int64))
 
+    def check(self, name: str) -> None:
+        """Compares a file of this machine with its hashes; raises ConfigError if a block differs."""
+        number = [file.name for file in self._files].index(name)
+        self._mapped(number, Path(str(self._files[number]))).check()
+
     def _gather(self, wanted: np.ndarray) -> np.ndarray:
         places, inverse = np.unique(wanted, return_inverse=True)
         step_sizes = np.diff(places)

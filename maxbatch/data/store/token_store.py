@@ -144,16 +144,27 @@ class TokenStore:
         """int64[documents + 1], a large one mapped from a disk; ConfigError if it was damaged or replaced since."""
         self._refuse_replaced()
         path = self.folder / OFFSETS
-        is_mapped = not is_remote(path) and self.manifest["sizes"][OFFSETS] > _MAPPED_BYTES
-        data = np.memmap(str(path), np.uint8, mode="r") if is_mapped else np.frombuffer(path.read_bytes(), np.uint8)
+        try:
+            return read_npy(self._checked_offsets(), str(path))
+        except RefusedContent as error:
+            raise damaged_file(path, str(error)) from None
+
+    def _checked_offsets(self) -> np.ndarray:
+        """Returns the bytes of the file of offsets; raises ConfigError if they differ from their checksum."""
+        data = self._offsets_file[:]
         if zlib.crc32(data.data) != self.manifest["offsets_crc32"]:
             if self.blocks:
                 self.blocks.check(OFFSETS, 0, data.data)  # names the block
-            raise damaged_file(path, "it differs from its checksum")
-        try:
-            return read_npy(data, str(path))
-        except RefusedContent as error:
-            raise damaged_file(path, str(error)) from None
+            raise damaged_file(self.folder / OFFSETS, "it differs from its checksum")
+        return data
+
+    @cached_property
+    def _offsets_file(self) -> MappedFile | np.ndarray:
+        """uint8, the file of offsets, a large one mapped from a disk."""
+        path, size = self.folder / OFFSETS, self.manifest["sizes"][OFFSETS]
+        if is_remote(path) or size <= _MAPPED_BYTES:
+            return np.frombuffer(path.read_bytes(), np.uint8)
+        return MappedFile(Path(str(path)), np.dtype(np.uint8), size, None)
 
     @cached_property
     def table(self) -> BlockTable:
@@ -171,6 +182,32 @@ class TokenStore:
     def trained_bit(self) -> int | None:
         """The number of the bit that marks a trained token; None if tokens have no such mark."""
         return self.manifest.get("trained_bit")
+
+    def is_unchanged(self, name: str) -> bool:
+        """Returns whether a file of this machine that the store reads is still as the manifest states; reads all of it.
+
+        A file that was mapped is read through its map, as training does, also if its name has gone.
+        """
+        try:
+            self._check(name)
+        except ConfigError:
+            return False
+        return True
+
+    def _check(self, name: str) -> None:
+        if name == BLOCKS or not self.blocks:
+            for other in _hashed(self.manifest["sizes"]) if self.blocks else ():
+                self._check(other)
+            self.verify()  # tokens and hashes may both have changed
+        elif name != OFFSETS:
+            if isinstance(self.tokens, MappedFile):
+                self.tokens.check()
+            elif not isinstance(self.tokens, np.ndarray):
+                self.tokens.check(name)
+        elif isinstance(self.table, MappedTable):
+            self.table.check()
+        else:
+            self._checked_offsets()
 
     def verify(self) -> None:
         """Raises ConfigError if the tokens differ from the hash of their content, or leave the vocabulary."""

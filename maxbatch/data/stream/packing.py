@@ -33,7 +33,9 @@ from maxbatch.data.store.cache_folder import cache_file, writing_cache
 from maxbatch.data.stream.rows import Extents, Pieces
 from maxbatch.system.atomic_files import remove_leftovers, writing_atomically
 from maxbatch.system.bounded import read_json
+from maxbatch.system.contents import content_stamp
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.watched_files import watch
 
 _VERSION = 2
 _HEADER_BYTES = 4096
@@ -161,7 +163,8 @@ class BestFitPlan:
     """
 
     def __init__(self, path: Path):
-        header = _checked_header(path)
+        self._stamp = content_stamp(path)
+        self._header = header = _checked_header(path)
         self.row_length: int = header["row_length"]
         self.num_rows: int = header["rows"]
         self.num_tokens: int = header["tokens"]
@@ -183,6 +186,15 @@ class BestFitPlan:
             ) from error
         return Packing(*arrays)
 
+    def watch(self) -> None:
+        """Has the run under way watch the file."""
+        watch(self._path, self._stamp, self._is_unchanged)
+
+    def _is_unchanged(self) -> bool:
+        if self._path.exists() and self._path.stat().st_size < self._stamp[0]:
+            return False  # reading a map past its file's end would kill the process
+        return bool(self._header["crc32"] == _checksum(self._header, (array.data for array in self._packing)))
+
     def __getstate__(self) -> dict[str, object]:
         # Worker processes check and map the file themselves.
         return {name: value for name, value in self.__dict__.items() if name != "_packing"} | {"_is_checked": False}
@@ -201,7 +213,6 @@ def _checked_header(path: Path) -> dict[str, Any]:
     """Reads the header of a packing's file; raises ValueError if it is damaged or a copy of another file."""
     with open(path, "rb") as file:
         header = dict(read_json(file.read(_HEADER_BYTES), path.name, most_depth=1))
-        checksum = header.pop("crc32")
         rows, pieces = header["rows"], header["pieces"]
         bytes_of_arrays = sum(
             np.dtype(dtype).itemsize * size for dtype, size in zip(_DTYPES, (rows + 1, pieces, pieces), strict=True)
@@ -209,7 +220,7 @@ def _checked_header(path: Path) -> dict[str, Any]:
         if path.stat().st_size != _HEADER_BYTES + bytes_of_arrays:
             raise ValueError(f"{path} has another size than its header states")
         found = _checksum(header, iter(lambda: file.read(1 << 24), b""))
-    if header["version"] != _VERSION or header["name"] != path.name or checksum != found:
+    if header["version"] != _VERSION or header["name"] != path.name or header["crc32"] != found:
         raise ValueError(f"{path} is damaged, or of another version")
     return header
 
@@ -230,14 +241,15 @@ def open_best_fit(
     Computes it from `documents()` if the cache has no sound plan.
     """
     plan = find_best_fit(data_cache_dir, row_length, key)
-    if plan is not None:
-        return plan
-    path = _path(data_cache_dir, row_length, key)
-    with writing_cache(data_cache_dir, path.parent):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(path.parent)
-        _write(path, best_fit(documents(), row_length), row_length)
-    return BestFitPlan(path)
+    if plan is None:
+        path = _path(data_cache_dir, row_length, key)
+        with writing_cache(data_cache_dir, path.parent):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(path.parent)
+            _write(path, best_fit(documents(), row_length), row_length)
+        plan = BestFitPlan(path)
+    plan.watch()
+    return plan
 
 
 def _path(data_cache_dir: str, row_length: int, key: Mapping[str, object]) -> Path:
@@ -263,7 +275,8 @@ def _write(path: Path, packing: Packing, row_length: int) -> None:
 
 
 def _checksum(header: Mapping[str, object], chunks: Iterable[bytes | memoryview]) -> int:
-    checksum = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    facts = {name: value for name, value in header.items() if name != "crc32"}
+    checksum = zlib.crc32(json.dumps(facts, sort_keys=True).encode())
     for chunk in chunks:
         checksum = zlib.crc32(chunk, checksum)
     return checksum

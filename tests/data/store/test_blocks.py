@@ -15,11 +15,12 @@ import pytest
 from maxbatch import ConfigError, load_config
 from maxbatch.cli import main
 from maxbatch.config.config import Config
-from maxbatch.data.store import blocks, document_table, documents
+from maxbatch.data.store import blocks, document_table, documents, token_store
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, BlockHasher, Blocks, block_hashes
 from maxbatch.data.store.token_store import TokenStore, load_folder
 from maxbatch.data.stream.stream import Stream, open_stream
 from maxbatch.system.storage import as_path
+from maxbatch.system.watched_files import check_watched, watching
 from tests.helpers.corpus import some_texts, write_jsonl
 from tests.helpers.stores import Store
 
@@ -96,6 +97,66 @@ def test_tokens_cut_short_after_they_were_read_do_not_end_the_process(folder: Pa
         epoch(stream)
 
 
+LAYOUTS = {"small": (), "mapped": ("_MAPPED_BYTES",), "searched": ("_MAPPED_BYTES", "WHOLE_BYTES")}
+
+
+def flip(path: Path, place: int) -> None:
+    """Changes a bit of a file in place: it may be mapped."""
+    with open(path, "r+b") as file:
+        file.seek(place)
+        (byte,) = file.read(1)
+        file.seek(place)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "without hashes"])
+def test_a_store_that_changes_after_a_run_read_it_is_named_before_a_save(
+    folder: Path, layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in LAYOUTS.get(layout, ()):  # of the table of documents
+        monkeypatch.setattr(token_store if name == "_MAPPED_BYTES" else document_table, name, 0)
+    if layout == "without hashes":
+        without_hashes(folder)
+    watched = ["tokens.bin", *(["offsets.npy"] if layout in ("mapped", "searched") else [])]
+    watched += ["blocks.bin"] if layout != "without hashes" else []
+    with watching():
+        epoch(open_stream(config_on(folder)))
+        for name in watched:
+            (folder / name).touch()
+        check_watched()  # the same content
+        for name in watched:
+            named = rf"{name}: has changed since this start hashed it"
+            flip(folder / name, 300)
+            with pytest.raises(ConfigError, match=named):
+                check_watched()
+            flip(folder / name, 300)
+            check_watched()  # the former content
+        os.truncate(folder / "tokens.bin", 1000)
+        with pytest.raises(ConfigError, match=r"tokens\.bin: has changed since this start hashed it"):
+            check_watched()
+
+
+@pytest.mark.parametrize("strategy", ["concatenate", "best_fit"])
+def test_what_the_cache_holds_of_a_dataset_is_watched_and_may_be_removed(tmp_path: Path, strategy: str) -> None:
+    texts = write_jsonl(tmp_path / "a.jsonl", [{"text": text} for text in some_texts(200)])
+    keys = ["dataset_type=jsonl", f"dataset_path={texts}", f"packing_strategy={strategy}", "max_target_length=64"]
+    for _ in ("tokenised now", "found"):
+        with watching():
+            stream = open_stream(load_config(overrides=[*keys, f"data_cache_dir={tmp_path}/cache"]))
+            epoch(stream)
+            kinds = ["tokens", *(["packing"] if strategy == "best_fit" else [])]
+            for kind in kinds:
+                (file,) = (tmp_path / "cache" / kind).glob("*/tokens.bin" if kind == "tokens" else "*")
+                flip(file, file.stat().st_size - 300)
+                with pytest.raises(ConfigError, match=rf"{file.name}: has changed since this start hashed it"):
+                    check_watched()
+                flip(file, file.stat().st_size - 300)
+            check_watched()
+            shutil.rmtree(tmp_path / "cache")
+            check_watched()
+            epoch(stream)  # its maps have the content
+
+
 def test_a_damaged_shard_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(documents, "PIECE_BYTES", 1)  # a job for each file
     lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
@@ -110,6 +171,12 @@ def test_a_damaged_shard_is_named(folder: Path, tmp_path: Path, monkeypatch: pyt
     shard.write_bytes(DAMAGES["a flipped bit"](shard.read_bytes()))
     with pytest.raises(ConfigError, match=r"tokens-00000\.bin: .* block 2 \(bytes 256 on\) differs from its hash"):
         epoch(open_stream(config_on(tmp_path / "many")))
+    flip(shard, 300)
+    with watching():
+        epoch(open_stream(config_on(tmp_path / "many")))
+        flip(shard, 300)
+        with pytest.raises(ConfigError, match=r"tokens-00000\.bin: has changed since"):
+            check_watched()
 
 
 def test_files_of_another_store_are_refused_with_their_hashes(folder: Path, tmp_path: Path) -> None:
