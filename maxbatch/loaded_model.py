@@ -5,6 +5,7 @@ Shapes: n tokens of a record.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -47,6 +48,7 @@ _LARGEST_EXPONENT = 709.0  # of a float
 _DEFAULTS = {
     "attention": "auto",
     "remat_policy": "none",
+    "deduplicate": "false",  # of the records to score, not of those that the model was trained on
     "num_pipeline_microbatches": "-1",
     "num_pipeline_repeats": "1",
     **{axis_key(network, axis): "1" for network in ("ici", "dcn") for axis in AXES},
@@ -73,10 +75,11 @@ class RecordScore(NamedTuple):
 
 
 class SkippedRecord(NamedTuple):
-    """A bad record, which has no score."""
+    """A bad record, or one that is equal to an earlier one, which has no score."""
 
     number: int  # among those given, from 1
     reason: str
+    equal_to: int = 0  # the number of the earlier record; 0: the record is bad
 
 
 class Scores(NamedTuple):
@@ -85,7 +88,7 @@ class Scores(NamedTuple):
     records: list[RecordScore]
     loss: float | None  # nats per token
     perplexity: float | None
-    skipped: list[SkippedRecord]  # bad records, with skip_bad_records
+    skipped: list[SkippedRecord]  # bad records, with skip_bad_records; equal ones, with deduplicate
 
 
 class LoadedModel:
@@ -222,20 +225,30 @@ class LoadedModel:
 
         Raises:
           RecordFault: a bad record: it has none of these fields, or one of them is of another type. With the key
-            `skip_bad_records` such records have no score, and are in `skipped`.
+            `skip_bad_records` such records have no score, and are in `skipped`; with `deduplicate` so are records of
+            the same tokens and weights as an earlier one.
           TrainingError: no token has a finite log-probability.
         """
         numbers, encoded, skipped = list[int](), list[tuple[np.ndarray, np.ndarray]](), list[SkippedRecord]()
+        seen: dict[bytes, int] = {}
         for number, record in enumerate(records, 1):
             try:
-                encoded.append(self._encoded(number, record))
-                numbers.append(number)
+                tokens, weights = self._encoded(number, record)
             except RecordFault as fault:
                 if not self.config.skip_bad_records:
                     raise
                 skipped.append(SkippedRecord(number, fault.problem))
+                continue
+            if self.config.deduplicate:
+                hashed = hashlib.sha256(tokens.astype(np.int32).tobytes() + weights.tobytes()).digest()[:16]
+                first = seen.setdefault(hashed, number)
+                if first != number:
+                    skipped.append(SkippedRecord(number, f"equal to record {first}", first))
+                    continue
+            encoded.append((tokens, weights))
+            numbers.append(number)
         if skipped and not encoded:
-            raise RecordFault(*skipped[0])
+            raise RecordFault(skipped[0].number, skipped[0].reason)
         found = [row.logprobs for row in self.scorer()([tokens for tokens, _ in encoded])]
         if any(map(len, found)) and not any(np.isfinite(logprobs).any() for logprobs in found):
             raise TrainingError(f"{self._path}: gives no token a finite log-probability; its parameters are not finite")

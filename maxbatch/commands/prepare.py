@@ -13,8 +13,9 @@ from maxbatch.config.keys import Fixes
 from maxbatch.config.rules import check_data_paths
 from maxbatch.config.sections import STORES, names_fixing
 from maxbatch.config.values import shown
-from maxbatch.data.store.builder import Build, build_store, num_cores
+from maxbatch.data.store.builder import Build, build_store, content_of, num_cores
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.lookup import open_held_out
 from maxbatch.data.store.skipped import skipped_text
 from maxbatch.data.store.token_store import TokenStore, load_folder, open_folder, signatures, was_prepared
 from maxbatch.data.store.tokenizer import Tokenizer
@@ -62,9 +63,10 @@ def run(args: Namespace) -> int:
     _check_dataset(config)
     tokenizer = make_tokenizer(config.tokenizer_type, config.tokenizer_path)
     check_data_paths(config)
+    held_out = open_held_out(config, tokenizer)
     source = DocumentSource.from_config(config)
     folder = as_path(args.output)
-    store = _unchanged(folder, source, lambda: signatures(source, tokenizer, config) or ())
+    store = _unchanged(folder, source, lambda: signatures(source, tokenizer, config, content_of(held_out)) or ())
     if store is not None:
         print(printable(f"unchanged: {_figures(store)} in {args.output}"))
     else:
@@ -75,7 +77,7 @@ def run(args: Namespace) -> int:
             bytes_bar(source.size, "tokenising") as progress,
         ):
             workers = args.workers or (cluster.num_slots if cluster else num_cores())
-            build = Build(source, tokenizer, config, workers, progress, args.shard_tokens, cluster)
+            build = Build(source, tokenizer, config, workers, progress, args.shard_tokens, cluster, held_out)
             store = build_store(folder, build)
         rate = store.manifest["text_bytes"] / 1e6 / (time.perf_counter() - begin)
         print(printable(f"{_figures(store)}, {rate:,.1f} MB/s, in {args.output}"))
@@ -153,6 +155,8 @@ def _print_next(config: StreamConfig, args: Namespace, tokenizer: Tokenizer) -> 
     settings = {"dataset_type": "tokens", "dataset_path": args.output}
     if config.vocab_size < tokenizer.vocab_size:
         settings["vocab_size"] = str(tokenizer.vocab_size)
+    if config.deduplicate:
+        settings["deduplicate"] = "false"  # the folder has no duplicates, and a prepared one takes no other value
     if config.eval_dataset_path:
         settings["eval_dataset_path"] = f"{args.output}-eval"
         of_eval = _restated(args.config, {"dataset_path": config.eval_dataset_path, "eval_dataset_path": ""})

@@ -14,6 +14,7 @@ from maxbatch.config.rules import likely_type
 from maxbatch.config.sections import RECORD_TYPES
 from maxbatch.config.values import shown
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.duplicates import EQUAL
 from maxbatch.data.store.files import list_files
 from maxbatch.data.store.formats import FOLDER_FILES
 from maxbatch.data.store.skipped import kind_of, skipped_text
@@ -58,11 +59,17 @@ def run(args: argparse.Namespace) -> int:
     except RecordFault as fault:
         raise source.bad_record(kept[fault.number - 1], fault.problem) from fault
     skipped = [(source.record_number(document), document.reason) for document in documents if not document.utf8]
-    skipped += [(source.record_number(kept[number - 1]), reason) for number, reason in found.skipped]
+    reasons = Counter(kind_of(reason) for _, reason in skipped)
+    for record in found.skipped:
+        reason = record.reason
+        if record.equal_to:
+            first = kept[record.equal_to - 1]
+            reason = f"equal to record {source.record_number(first)} of {first.piece.file.path}"
+        reasons[EQUAL if record.equal_to else kind_of(reason)] += 1
+        skipped.append((source.record_number(kept[record.number - 1]), reason))
     if skipped:
-        reasons = Counter(kind_of(reason) for _, reason in skipped)
         note(f"FILE={shown(repr(args.file))}: {skipped_text(len(skipped), reasons)}")
-    numbers = [source.record_number(kept[record.number - 1]) for record in found.records]
+    numbers = [source.record_number(kept[score.number - 1]) for score in found.records]
     if args.json:
         print(json.dumps(_figures(found, numbers, sorted(skipped))))
     else:

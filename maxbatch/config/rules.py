@@ -24,6 +24,12 @@ _LENGTHS = names_of(Part.LENGTH)
 BYTE_VOCABULARY = 259  # 256 bytes and three special tokens
 _WITHOUT_PATH = ("python_stdlib", "synthetic", *READY_TASKS)
 _WITH_RECORDS = (*RECORD_TYPES, "tokens")
+# Types of data whose duplicates are not looked for, and why.
+_WITHOUT_DUPLICATES = {
+    "tokens": "was prepared before, and maxbatch prepare takes deduplicate=true",
+    "megatron": "is read in place, with all documents of the store",
+    **dict.fromkeys(("synthetic", *READY_TASKS), "is computed, not read"),
+}
 # Decays per update, each with its alternative in tokens.
 _IN_TOKENS = {
     "adam_b1": "adam_b1_half_life",
@@ -146,6 +152,9 @@ def check_data_paths(values: Keyed) -> None:
     if recipe.fields and kind not in _WITH_RECORDS and not is_mixture_file(str(values["dataset_path"]), kind):
         raise ConfigError(f"dataset_type={kind}: {recipe.key}=true reads records ({recipe.fields}) "
                           f"of {', '.join(RECORD_TYPES)} or prepared tokens; works: {recipe.key}=false")  # fmt: skip
+    if values["deduplicate"] and kind in _WITHOUT_DUPLICATES:
+        raise ConfigError(f"deduplicate=true: dataset_type={kind} {_WITHOUT_DUPLICATES[kind]}; "
+                          "works: deduplicate=false")  # fmt: skip
     held_out, share = values["eval_dataset_path"], values["eval_fraction"]
     if held_out and share:
         raise ConfigError(f"eval_fraction={share}: eval_dataset_path={shown(str(held_out))} already "

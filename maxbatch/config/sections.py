@@ -493,6 +493,8 @@ class DataConfig(Section, changes="the data"):
         "arrayrecord: text (UTF-8) | example (tf.train.Example)", Fixes.RECORDS, maxtext=OURS, changes="")
     skip_bad_records: bool = key(False, "true: unreadable records are left out and counted; false: they are an error",
         Fixes.ROWS | Fixes.PROMPTS, maxtext=OURS)
+    deduplicate: bool = key(False, "true: of equal records of a source the first is kept, and none is trained on that "
+        "is held out", Fixes.CONTENT, maxtext=OURS, warm_start=False)
     synthetic_samples: Quantity = key(1000000,
         "synthetic: samples per epoch", Fixes.CONTENT, COUNT, "samples per epoch", maxtext=OURS)
     packing: bool = key(True,

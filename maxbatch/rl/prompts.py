@@ -1,5 +1,8 @@
 """Prompts: a stream determined by dataset, template and seed, with the fields of the prompts' records.
 
+With `deduplicate` the first of the records whose prompts have the same text is kept, and no held-out prompt is trained
+on.
+
 Limits: records are in memory, as JSON; a dataset of prompts is one source, not a mixture.
 """
 
@@ -24,6 +27,7 @@ from maxbatch.data.store.chat_prompts import ChatPrompts
 from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.conversations import messages_of
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.duplicates import EQUAL, EQUAL_HELD_OUT
 from maxbatch.data.store.formats import record_as_json
 from maxbatch.data.store.heldout import HeldOutFraction
 from maxbatch.data.store.skipped import kind_of, skipped_text
@@ -118,7 +122,10 @@ class PromptSource:
                               "files joined by ';' follow one another")  # fmt: skip
         self._fraction = HeldOutFraction.of(config.eval_fraction)
         self._text = PromptText(self._config)
-        self._dataset = _read_dataset(self._config, "dataset_path", self._text)
+        self._held_out = None
+        if config.deduplicate and config.eval_dataset_path:
+            self._held_out = _read_dataset(config, "eval_dataset_path", self._text)
+        self._dataset = _read_dataset(config, "dataset_path", self._text, self._held_out)
         self._fraction.refuse_empty(len(self._dataset.records), "prompts")
 
     def train(self) -> Prompts:
@@ -128,7 +135,7 @@ class PromptSource:
     def held_out(self) -> Prompts | None:
         """The held-out prompts, from `eval_dataset_path` if stated; None if nothing is held out."""
         if self._config.eval_dataset_path:
-            dataset = _read_dataset(self._config, "eval_dataset_path", self._text)
+            dataset = self._held_out or _read_dataset(self._config, "eval_dataset_path", self._text)
             return self._split(dataset, dataset.records, trains=False)
         if not self._fraction.fraction:
             return None
@@ -232,6 +239,7 @@ class _Dataset(NamedTuple):
     records: list[bytes]  # JSON objects, in order
     content: str  # a hash of the records and their prompts
     skipped: int  # skipped records
+    texts: set[bytes]  # hashes of the prompts' texts; empty without `deduplicate`
     has_chats: bool  # whether any is a conversation
 
 
@@ -243,11 +251,12 @@ class _PromptRecord(NamedTuple):
     reason: str = ""  # why it is left out
 
 
-def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
+def _read_dataset(config: PromptConfig, key: str, text: PromptText, held_out: _Dataset | None = None) -> _Dataset:
+    """Reads all records of a dataset, but for those of prompts that are held out."""
     where, records = _open(config, key)
     content = hashlib.blake2b(digest_size=16)
     kept: list[tuple[_PromptRecord, Written]] = []
-    reasons, first_problem = Counter[str](), None
+    reasons, first_problem, texts = Counter[str](), None, set[bytes]()
     for record in records:
         if not record.json:
             reasons[kind_of(record.reason)] += 1
@@ -260,12 +269,22 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
                 raise first_problem from None
             reasons[kind_of(str(error).partition(f"{_RECORD}: ")[2])] += 1
             continue
+        if config.deduplicate:
+            hashed = hashlib.sha256(prompt.text.encode("utf-8")).digest()[:16]
+            if held_out is not None and hashed in held_out.texts:
+                reasons[EQUAL_HELD_OUT] += 1
+                continue
+            if hashed in texts:
+                reasons[EQUAL] += 1
+                continue
+            texts.add(hashed)
         kept.append((record, prompt))
         for part in (record.json, prompt.text.encode("utf-8")):
             content.update(len(part).to_bytes(8, "little"))
             content.update(part)
     if not kept:
-        raise first_problem or ConfigError(f"{where}: has no record that makes a prompt")
+        left_out = f" ({skipped_text(reasons.total(), reasons)})" if reasons else ""
+        raise first_problem or ConfigError(f"{where}: has no record that makes a prompt{left_out}")
     if skipped := reasons.total():
         note(f"{where}: {skipped_text(skipped, reasons)}")
     lengths: list[int] = []
@@ -273,7 +292,7 @@ def _read_dataset(config: PromptConfig, key: str, text: PromptText) -> _Dataset:
         lengths += map(len, text.tokens([prompt for _, prompt in kept[begin : begin + _TEXTS_AT_ONCE]]))
     check_lengths(config, lengths, lambda number: kept[number][0].where())
     has_chats = any(prompt.is_chat for _, prompt in kept)
-    return _Dataset([record.json for record, _ in kept], content.hexdigest(), skipped, has_chats)
+    return _Dataset([record.json for record, _ in kept], content.hexdigest(), skipped, texts, has_chats)
 
 
 def _fault(text: PromptText, record: _PromptRecord) -> ConfigError:

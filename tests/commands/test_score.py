@@ -155,6 +155,16 @@ def test_bad_records_are_left_out_and_counted_if_asked(run_dir: Path, capsys) ->
     assert "2 records left out: 1 x field text is null, not a text, 1 x not JSON" in printed.err
 
 
+def test_equal_records_are_left_out_and_counted_if_asked(run_dir: Path, capsys) -> None:
+    file = write_jsonl(Path("a.jsonl"), [{"tokens": [1, 2]}, {"tokens": [1, 3]}, {"tokens": [1, 2], "id": 3}])
+    assert main(["score", str(run_dir), str(file), "--json", "deduplicate=true"]) == 0
+    printed = capsys.readouterr()
+    found = json.loads(printed.out)
+    assert [record["record"] for record in found["records"]] == [1, 2]
+    assert found["skipped_records"] == [{"record": 3, "reason": f"equal to record 1 of {file.absolute()}"}]
+    assert "1 record left out: 1 x equal to an earlier record" in printed.err
+
+
 def test_records_of_a_table_are_scored_by_the_names_of_its_columns(run_dir: Path, capsys) -> None:
     Path("a.csv").write_text("body,more\nab,1\n")
     assert main(["score", str(run_dir), "a.csv", "--json", "record_fields={text: body}"]) == 0

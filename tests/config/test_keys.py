@@ -122,7 +122,7 @@ def test_the_manifest_of_compiled_programs_leaves_out_the_keys_of_before() -> No
         "wsd_decay_steps_fraction", "learning_rate_scaling", "reference_batch_size", "max_consecutive_skips",
         "dataset_type", "dataset_path", "eval_dataset_path", "eval_fraction", "text_field", "record_fields",
         "record_format",
-        "skip_bad_records", "synthetic_samples", "packing", "packing_strategy", "add_bos", "add_eos",
+        "skip_bad_records", "deduplicate", "synthetic_samples", "packing", "packing_strategy", "add_bos", "add_eos",
         "tokenizer_type", "tokenizer_path", "enable_data_shuffling", "data_shuffle_seed", "grain_worker_count",
         "grain_prefetch_buffer_size", "data_cache_dir",
         "use_sft", "sft_format", "sft_train_on_completion_only", "overlong",
@@ -140,7 +140,7 @@ def test_the_warm_start_has_the_defaults_that_it_had_before() -> None:
         "base_output_directory", "run_name",  # the warm start has a run_dir of its own
         "learning_rate_schedule_by", "learning_rate_schedule_steps", "muon_weight_decay",
         "train_samples", "train_tokens", "num_epochs", "eval_dataset_path", "eval_fraction", "text_field",
-        "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
+        "deduplicate", "eval_interval", "learning_rate_schedule", "warmup_steps_fraction", "load_parameters_path",
         "load_full_state_path", "start_samples", "log_to", "packing_strategy", "expansion_factor_real_data",
         "adam_weight_decay",
         "weight_decay_timescale", "profile_steps", "use_sft", "lora_rank", "early_stopping_patience",

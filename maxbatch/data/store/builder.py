@@ -24,6 +24,7 @@ import numpy as np
 from maxbatch.config.combined import StoreConfig
 from maxbatch.data.store.blocks import BLOCKS
 from maxbatch.data.store.documents import DocumentSource
+from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import CUTTING
 from maxbatch.data.store.growing import GrowingHashes, GrowingTable
 from maxbatch.data.store.recipe import StoreRecipe
@@ -78,6 +79,7 @@ class Build:
     Attributes:
       workers: most processes that tokenise, or most tasks on the cluster.
       cluster: where tasks tokenise, in place of processes of this machine.
+      held_out: with `deduplicate`, the store of held-out data, whose records are left out of this one.
       shard_tokens: a file of tokens ends with the job that reaches this size; None: one file on a disk, files of
         `SHARD_TOKENS` in an object store, where a killed build continues after its last finished file.
     """
@@ -89,11 +91,17 @@ class Build:
     progress: Progress = lambda _: None
     shard_tokens: int | None = None
     cluster: RayCluster | None = None
+    held_out: TokenStore | None = None
 
     @cached_property
     def signature(self) -> str:
         """The hash of the files and settings that determine the store."""
-        return signature(self.source, self.tokenizer, self.config)
+        return signature(self.source, self.tokenizer, self.config, content_of(self.held_out))
+
+
+def content_of(store: TokenStore | None) -> str:
+    """Returns the hash of a store's content; "" without a store."""
+    return store.manifest["content"] if store else ""
 
 
 def build_store(folder: AnyPath, build: Build) -> TokenStore:
@@ -185,6 +193,7 @@ def _written(
     source, layout = build.source, TokenLayout.from_config(build.config, build.tokenizer)
     recipe = StoreRecipe.of(build.config.recipe)
     tokeniser = Tokeniser(source, build.tokenizer, layout, recipe.encoder(build.config, build.tokenizer))
+    seen = SeenRecords(folder, recipe.documents_per_record, build.held_out) if build.config.deduplicate else None
     total, tokens, jobs_done = _Total(), list[int](), 0
     if source.missing_shards:
         total.reasons["a missing shard"] = len(source.missing_shards)
@@ -199,6 +208,8 @@ def _written(
 
     for shard in finished:
         add(shard.facts)
+        if seen is not None:
+            seen.duplicates(shard.facts.digests)  # has none, and is there from now on
         tokens.append(shard.facts.tokens)
         jobs_done += shard.jobs
         for some in shard.hashes:
@@ -206,7 +217,7 @@ def _written(
     jobs = itertools.islice(source.jobs(), jobs_done, None)
     try:
         with ShardWriter(folder, build.shard_tokens, len(tokens), hashes, keep) as writer:
-            for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build), build.cluster):
+            for done in tokenise_all(tokeniser, jobs, writer, folder, _workers(build), build.cluster, seen):
                 add(done)
                 writer.end_job(done)
     except ConfigError:
@@ -236,6 +247,7 @@ def _written(
         "vocab_size": build.tokenizer.vocab_size,
         **{name: value for name, value in dataclasses.asdict(layout).items() if value is not None},
         **({"conversations": tokeniser.encoder.identity} if tokeniser.encoder else {}),
+        **({"deduplicated": True, "apart_from": content_of(build.held_out)} if seen else {}),
         "sizes": dict(zip(shard_names(len(sizes)), sizes, strict=True))
         | {name: (folder / name).stat().st_size for name in (OFFSETS, BLOCKS)},
         "offsets_crc32": checksum,

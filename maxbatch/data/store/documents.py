@@ -155,7 +155,11 @@ class DocumentSource:
 
     def record_number(self, document: Document) -> int:
         """Returns the number, from 1, of a document's record in its file; may read the file again."""
-        return self._format.records_before(document.piece) + document.number
+        return self.records_before(document.piece) + document.number
+
+    def records_before(self, piece: Piece) -> int:
+        """Counts the records of a file before a piece; may read the file again."""
+        return self._format.records_before(piece)
 
     @cached_property
     def _names(self) -> dict[str, str]:

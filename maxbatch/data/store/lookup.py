@@ -26,23 +26,43 @@ from maxbatch.system.warning import warn_once
 from maxbatch.system.watched_files import watch
 
 
-def find_store(config: StoreConfig, tokenizer: Tokenizer) -> Store | None:
-    """Returns the store of the dataset (not a mixture) of `dataset_path`, or None if the cache has none."""
+def find_store(
+    config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path", whole: StoreConfig | None = None
+) -> Store | None:
+    """Returns the store of the dataset (not a mixture) that config[key] names, or None if the cache has none.
+
+    `whole` is the config of the mixture of which this dataset is a source.
+    """
     if config.dataset_type == "tokens":
-        return _prepared_store(config, tokenizer, "dataset_path")
+        return _prepared_store(config, tokenizer, key)
     if config.dataset_type == "megatron":
         from maxbatch.data.store.megatron import open_megatron
 
-        return open_megatron(config, "dataset_path", reads=False)
+        return open_megatron(config, key, reads=False)
     from maxbatch.data.store.documents import DocumentSource
 
-    source = DocumentSource.from_config(config)
-    names = signatures(source, tokenizer, config, reads=False)
+    content = ""
+    if leaves_out_held_out(config, key, whole):
+        held_out = find_store(whole or config, tokenizer, "eval_dataset_path")
+        if held_out is None:
+            return None
+        content = held_out.manifest["content"]
+    source = DocumentSource.from_config(config, key)
+    names = signatures(source, tokenizer, config, content, reads=False)
     return names and _cached(config, *names)
 
 
-def open_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path") -> Store:
+def leaves_out_held_out(config: StoreConfig, key: str, whole: StoreConfig | None = None) -> bool:
+    """Returns whether the dataset that config[key] names has no record of `eval_dataset_path`."""
+    return config.deduplicate and key == "dataset_path" and bool((whole or config).eval_dataset_path)
+
+
+def open_store(
+    config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path", whole: StoreConfig | None = None
+) -> Store:
     """Returns the store of the dataset (not a mixture) that config[key] names; builds it unless the cache has it.
+
+    `whole` is the config of the mixture of which this dataset is a source.
 
     Raises:
       ConfigError: data that cannot be read, a dataset without documents, files that change while they are read, a
@@ -55,12 +75,13 @@ def open_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_pa
         from maxbatch.data.store.megatron import open_megatron
 
         return open_megatron(config, key)
-    from maxbatch.data.store.builder import Build, build_store, default_workers
+    from maxbatch.data.store.builder import Build, build_store, content_of, default_workers
     from maxbatch.data.store.documents import DocumentSource
     from maxbatch.system.bars import bytes_bar
 
+    held_out = open_held_out(config, tokenizer, key, whole)
     source = DocumentSource.from_config(config, key)
-    names = signatures(source, tokenizer, config)
+    names = signatures(source, tokenizer, config, content_of(held_out))
     assert names is not None, "files were read"
     if (store := _cached(config, *names)) is not None:
         _warn_without_hashes(store)
@@ -68,7 +89,8 @@ def open_store(config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_pa
     folder = cache_folder(config.data_cache_dir) / names[0]
     writing = writing_cache(config.data_cache_dir, cache_folder(config.data_cache_dir))
     with writing, bytes_bar(source.size, f"tokenising {key}") as progress:
-        build_store(folder, Build(source, tokenizer, config, default_workers(source), progress))
+        build = Build(source, tokenizer, config, default_workers(source), progress, held_out=held_out)
+        build_store(folder, build)
     return _load_watched(folder)
 
 
@@ -85,6 +107,17 @@ def _load_watched(folder: AnyPath) -> TokenStore:
     store = load_folder(folder)
     for name in store.manifest["sizes"]:
         watch(folder / name, stamps[name], partial(store.is_unchanged, name))
+    return store
+
+
+def open_held_out(
+    config: StoreConfig, tokenizer: Tokenizer, key: str = "dataset_path", whole: StoreConfig | None = None
+) -> TokenStore | None:
+    """Returns the store of held-out data whose records the dataset leaves out, or None; builds it if need be."""
+    if not leaves_out_held_out(config, key, whole):
+        return None
+    store = open_store(whole or config, tokenizer, "eval_dataset_path")
+    assert isinstance(store, TokenStore), "a rule refuses duplicates of other stores"
     return store
 
 

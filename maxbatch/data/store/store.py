@@ -40,6 +40,8 @@ class Manifest(TypedDict, total=False):
     offsets_crc32: Required[int]
     signature: Required[str]
     place: str  # the hash of the dataset's path
+    deduplicated: bool  # true where duplicates were left out
+    apart_from: str  # beside it: the content of the held-out data whose records were left out, or ""
     checksum: str
 
 
@@ -54,6 +56,7 @@ class StoreFacts(TypedDict, total=False):
     skipped_records: Required[int]
     skipped_reasons: dict[str, int]  # by the kind of the records' problems
     tokenizer: Required[str]  # its identity
+    deduplicated: bool  # true where duplicates were left out
 
 
 class Store(Protocol):

@@ -106,7 +106,8 @@ class TokenStore:
     identity), `vocab_size` (new stores only), the fields of TokenLayout, `signature` (hash of content and settings),
     `sizes` (bytes per file, those of tokens in order), `offsets_crc32`, `place` (hash of the dataset's path; new stores
     only) and `checksum` (hash of the manifest without it;
-    new stores only). A store of conversations also has `conversations`, the settings that made them.
+    new stores only). A store of conversations also has `conversations`, the settings that made them; one without
+    duplicates has `deduplicated`, and `apart_from`, the content of the held-out data that it has no record of, or "".
     """
 
     folder: AnyPath
@@ -236,6 +237,15 @@ class TokenStore:
         if not is_whole or content.hexdigest() != manifest["content"]:
             raise damaged_file(self.folder / ONE_SHARD, "it differs from the hash of its content")
 
+    def digests(self) -> Iterator[bytes]:
+        """Yields the digests of all documents, in order, those of some documents at a time."""
+        manifest = self.manifest
+        bos, eos = tuple(manifest["bos"]), tuple(manifest["eos"])
+        layout = TokenLayout(manifest["dtype"], bos, eos, manifest["hashed_as"])
+        for starts in self.table.runs():
+            documents = self._documents(starts[:-1] + len(bos), starts[1:] - len(eos))
+            yield b"".join(map(layout.digest, documents))
+
     def _documents(self, begins: np.ndarray, ends: np.ndarray) -> Iterator[np.ndarray]:
         """Yields the tokens of documents in order, read in batches, because requests are slow."""
         first, window = 0, self.tokens[0:0]
@@ -253,13 +263,16 @@ class TokenStore:
             raise damaged_file(self.folder, "it was replaced since it was opened")
 
 
-def signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig) -> str:
-    """Returns a hash of the files' content and of all settings that shape a store; reads files not hashed so far."""
-    return _signature(source, tokenizer, config, _facts(source, _read_contents(source, config)))
+def signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str = "") -> str:
+    """Returns a hash of the files' content and of all settings that shape a store; reads files not hashed so far.
+
+    `held_out` is the content of the data whose records are left out, or "".
+    """
+    return _signature(source, tokenizer, config, held_out, _facts(source, _read_contents(source, config)))
 
 
 def signatures(
-    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, reads: bool = True
+    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str = "", reads: bool = True
 ) -> tuple[str, str | None] | None:
     """Returns the signature, and the one of an earlier store whose files have not changed since.
 
@@ -267,13 +280,15 @@ def signatures(
     files are first hashed, and no longer once their content has changed.
 
     Args:
+      held_out: the content of the data whose records are left out, or "".
       reads: whether files may be read; without, None if one must be.
     """
     contents = _read_contents(source, config) if reads else known_contents(source.files, config.data_cache_dir)
     if contents is None:
         return None
-    old = _signature(source, tokenizer, config, [file[:4] for file in source.files]) if contents.are_first else None
-    return _signature(source, tokenizer, config, _facts(source, contents)), old
+    before = [file[:4] for file in source.files]
+    old = _signature(source, tokenizer, config, held_out, before) if contents.are_first else None
+    return _signature(source, tokenizer, config, held_out, _facts(source, contents)), old
 
 
 def _read_contents(source: DocumentSource, config: StoreConfig) -> Contents:
@@ -291,13 +306,16 @@ def _facts(source: DocumentSource, contents: Contents) -> list[list[str]]:
     return [[hashed, file.name] if named else [hashed] for file, hashed in pairs]
 
 
-def _signature(source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, files: Sequence[object]) -> str:
+def _signature(
+    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str, files: Sequence[object]
+) -> str:
     settings = {
         "version": VERSION,
         "files": files,
         "missing_shards": source.missing_shards,
         **{name: getattr(source, name) for name in _SOURCE_SETTINGS},
         **({"record_fields": source.record_fields} if source.record_fields else {}),
+        **({"deduplicated": held_out} if config.deduplicate else {}),
         "tokenizer": tokenizer.identity,
     }
     settings |= StoreRecipe.of(config.recipe).store_settings(config, tokenizer)

@@ -7,18 +7,20 @@ import functools
 import io
 import itertools
 import shutil
+import tempfile
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import IO, TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from maxbatch.data.store.chat_rendering import ConversationError
 from maxbatch.data.store.conversations import Conversations
 from maxbatch.data.store.documents import Document, DocumentSource
+from maxbatch.data.store.duplicates import SeenRecords
 from maxbatch.data.store.formats import Piece, TokenIds, grouped
 from maxbatch.data.store.skipped import kind_of
 from maxbatch.data.store.token_store import TokenLayout
@@ -68,7 +70,10 @@ class Tokeniser:
         for batch in grouped(
             self._kept(job, done), lambda document: len(document.utf8), _BATCH_BYTES, _BATCH_DOCUMENTS
         ):
-            for documents in self._encoded(batch, done):
+            for document, documents in zip(batch, self.encoded(batch), strict=True):
+                if isinstance(documents, str):
+                    self._leave_out(document, documents, done)
+                    continue
                 for ids in documents:
                     yield bos
                     for begin in range(0, len(ids), _WRITE_TOKENS):
@@ -77,8 +82,8 @@ class Tokeniser:
                     done.lengths.append(len(bos) + len(ids) + len(eos))
                     done.digests += self.layout.digest(ids)
 
-    def _encoded(self, batch: Sequence[Document], done: Tokenised) -> Iterator[Sequence[np.ndarray]]:
-        """Yields the tokens of each record's documents, as the store has them; none for a record that is left out."""
+    def encoded(self, batch: Sequence[Document]) -> Iterator[Sequence[np.ndarray] | str]:
+        """Yields the tokens of each record's documents, as the store has them, or why the record is bad."""
         texts = [document.utf8 for document in batch]
         if self.encoder is None:
             encoded_texts = iter(
@@ -87,16 +92,14 @@ class Tokeniser:
             for document in batch:
                 if not isinstance(document.utf8, TokenIds):
                     yield [next(encoded_texts)]
-                elif problem := self._fault(document.utf8):
-                    self._leave_out(document, problem, done)
                 else:
-                    yield [np.frombuffer(document.utf8, "<i8")]
+                    yield self._fault(document.utf8) or [np.frombuffer(document.utf8, "<i8")]
             return
         bit, dtype = self.layout.trained_bit, np.dtype(self.layout.dtype)
         assert bit is not None, "the layout of records with answers marks trained tokens"
-        for document, encoded in zip(batch, self.encoder.encode_batch(texts), strict=True):
+        for encoded in self.encoder.encode_batch(texts):
             if isinstance(encoded, ConversationError):
-                self._leave_out(document, str(encoded), done)
+                yield str(encoded)
             else:
                 yield [ids.astype(dtype) | trained.astype(dtype) << dtype.type(bit) for ids, trained in encoded]
 
@@ -154,6 +157,21 @@ class Tokenised:
         """Tokens of all documents, those that begin and end them included."""
         return int(np.frombuffer(self.lengths, np.int64).sum())
 
+    def without(self, duplicates: np.ndarray, kinds: Mapping[str, int]) -> Tokenised:
+        """Returns the facts without the documents of duplicates, bool[documents], which are counted by their kind."""
+        kept = ~duplicates
+        lengths = np.frombuffer(self.lengths, np.int64)[kept]
+        digests = np.frombuffer(self.digests, np.uint8).reshape(len(kept), -1)[kept]
+        places = np.cumsum(kept) - 1
+        held_out = [int(places[number]) for number in self.held_out if kept[number]]
+        done = Tokenised(
+            self.source_bytes, array.array("q", lengths.tobytes()), bytearray(digests.tobytes()), held_out,
+            dict(self.reasons), self.text_bytes,
+        )  # fmt: skip
+        for kind, count in kinds.items():
+            done.leave_out(kind, count)
+        return done
+
     def append(self, job: Tokenised) -> None:
         self.source_bytes += job.source_bytes
         self.held_out += [len(self.lengths) + number for number in job.held_out]
@@ -178,6 +196,7 @@ def tokenise_all(
     folder: Path,
     workers: int,
     cluster: RayCluster | None,
+    seen: SeenRecords | None = None,
 ) -> Iterator[Tokenised]:
     """Appends the tokens of all jobs to a file, in order, and yields the facts about each.
 
@@ -185,14 +204,22 @@ def tokenise_all(
       folder: where workers of this machine leave their tokens until they are appended.
       workers: processes; 1 means this one, without a cluster.
       cluster: where tasks tokenise, in place of processes of this machine.
+      seen: the records before these; records equal to one of them are left out. None: no record is.
 
     Raises:
       ConfigError: a file or record that cannot be read; the first of several.
       TrainingError: a worker crashed or was killed.
     """
+    itemsize = np.dtype(tokeniser.layout.dtype).itemsize
     if workers == 1 and cluster is None:
         for job in jobs:
-            yield tokeniser.tokenise(job, file)
+            if seen is None:
+                yield tokeniser.tokenise(job, file)
+                continue
+            with tempfile.TemporaryFile(dir=folder) as whole_job:
+                done = tokeniser.tokenise(job, whole_job)
+                whole_job.seek(0)
+                yield _append(done, whole_job, file, seen, itemsize)
         return
     # The pieces of a job bring their files; a list of all files may be long.
     setup = functools.partial(_part_writer, replace(tokeniser, source=replace(tokeniser.source, files=())))
@@ -208,14 +235,28 @@ def tokenise_all(
     )
     with pool:
         for part, (done, tokens) in _in_order(pool, parts, ahead):
-            if part.file is None:
-                file.write(tokens)
-            else:
-                with open(part.file, "rb", buffering=0) as written:
-                    shutil.copyfileobj(written, file, _COPY_BYTES)
-            yield done
+            with io.BytesIO(tokens) if part.file is None else open(part.file, "rb", buffering=0) as written:
+                yield _append(done, written, file, seen, itemsize)
     for path in folder.glob("part-*"):
         path.unlink()
+
+
+def _append(done: Tokenised, tokens: IO[bytes], file: Writable, seen: SeenRecords | None, itemsize: int) -> Tokenised:
+    """Appends the tokens of a job to a file, without those of duplicates; returns the facts about what is kept."""
+    duplicates, kinds = (np.zeros(0, bool), {}) if seen is None else seen.duplicates(done.digests)
+    if not kinds:
+        shutil.copyfileobj(tokens, file, _COPY_BYTES)
+        return done
+    offsets = np.concatenate([[0], np.cumsum(np.frombuffer(done.lengths, np.int64))]) * itemsize
+    borders = [0, *(np.flatnonzero(np.diff(duplicates)) + 1).tolist(), len(duplicates)]
+    for first, end in itertools.pairwise(borders):
+        if duplicates[first]:
+            continue
+        position = tokens.seek(int(offsets[first]))
+        while block := tokens.read(min(_COPY_BYTES, int(offsets[end]) - position)):
+            file.write(block)
+            position += len(block)
+    return done.without(duplicates, kinds)
 
 
 _Answer = tuple[Tokenised, bytes]

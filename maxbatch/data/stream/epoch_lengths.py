@@ -19,7 +19,7 @@ from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import is_remote
 
 _VERSION = 3  # version of the cut of documents into rows
-_FIXING = names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT)
+_FIXING = [name for name in names_fixing((Fixes.STREAM & ~Fixes.ORDER) | Fixes.CONTENT) if name != "deduplicate"]
 
 
 def remembered_length(config: StreamConfig) -> int | None:
@@ -38,8 +38,9 @@ def remember_length(config: StreamConfig, num_samples: int) -> None:
 
 
 def _is_made_here(config: StreamConfig) -> bool:
-    """Returns whether an epoch comes from local files; listing files of a store takes requests."""
-    made_otherwise = config.recipe.has_answers or config.dataset_type in ("synthetic", *STORES)
+    """Returns whether an epoch comes from the local files of `dataset_path`; those of a store take requests to list."""
+    # Without duplicates it also depends on the held-out files.
+    made_otherwise = config.recipe.has_answers or config.deduplicate or config.dataset_type in ("synthetic", *STORES)
     paths = (config.tokenizer_path, *f"{config.dataset_path};{config.eval_dataset_path}".split(";"))
     return not made_otherwise and not any(map(is_remote, paths))
 

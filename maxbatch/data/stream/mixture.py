@@ -101,6 +101,12 @@ def read_mixture(config: StreamConfig) -> tuple[MixtureSource, ...] | None:
                 )
             name_of_path[path] = source.name
         sources.append(source)
+    if sources and config.deduplicate and config.eval_fraction:
+        raise ConfigError(
+            f"deduplicate=true: eval_fraction={config.eval_fraction} of a mixture may hold out a record of one source "
+            "that another source trains on; eval_dataset_path holds out records that no source trains on; works: "
+            "eval_fraction=0"
+        )
     return _shares(sources) if sources else None
 
 

@@ -58,8 +58,11 @@ class SourceRows(NamedTuple):
         return str(self.identity.get("content", "synthetic"))
 
 
-def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
-    """Opens the training or held-out rows of a config (None without held-out data); tokenises new data."""
+def open_rows(config: StreamConfig, *, held_out: bool, whole: StreamConfig | None = None) -> SourceRows | None:
+    """Opens the training or held-out rows of a config (None without held-out data); tokenises new data.
+
+    `whole` is the config of the mixture of which this dataset is a source.
+    """
     check_data_paths(config)
     tokenizer = tokenizer_of(config)
     fraction = HeldOutFraction.of(config.eval_fraction)
@@ -67,7 +70,7 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
         return _synthetic_rows(config, tokenizer, fraction, held_out)
     check_vocabulary(config, tokenizer.vocab_size)
     own_path = held_out and bool(config.eval_dataset_path)
-    store = open_store(config, tokenizer, "eval_dataset_path" if own_path else "dataset_path")
+    store = open_store(config, tokenizer, "eval_dataset_path" if own_path else "dataset_path", whole)
     if isinstance(store, MegatronStore):
         store = store.of_vocabulary(config.vocab_size)
     documents, rule = _split_documents(config, store, fraction, held_out)
@@ -83,12 +86,14 @@ def open_rows(config: StreamConfig, *, held_out: bool) -> SourceRows | None:
     }
     if "whole_content" in store.manifest:
         identity[WHOLE_CONTENT] = store.manifest["whole_content"]
+    if store.manifest.get("deduplicated"):
+        identity["deduplicate"] = True
     key = _packing_key(config, store, rule, held_out)
     try:
         rows, num_overlong = recipe.rows(config, Split(store, documents, key, tokenizer))
     except OverlongError as error:
         path_key = "eval_dataset_path" if own_path else "dataset_path"
-        place = place_of_kept(config, path_key, tokenizer, error.number)
+        place = place_of_kept(config, path_key, tokenizer, error.number, whole)
         raise error.at(place) if place else error from None
     if recipe.has_answers:
         rows.conversations = ConversationFigures(num_overlong, count_trained_tokens(config, key, rows))
@@ -143,16 +148,17 @@ def samples_per_epoch_if_cached(config: StreamConfig) -> int | None:
     except ConfigError:
         # Planning for data that are not on this machine leaves out epoch figures; training on them raises.
         return None
-    refuse_num_epochs(config.num_epochs, mixture)
+    refuse_num_epochs(config, mixture)
     return None
 
 
-def refuse_num_epochs(num_epochs: int | float | Fraction | None, mixture: tuple[MixtureSource, ...]) -> None:
+def refuse_num_epochs(config: StreamConfig, mixture: tuple[MixtureSource, ...]) -> None:
     """Raises ConfigError for `num_epochs` of a mixture, with a likely number of samples, if known."""
+    num_epochs = config.num_epochs
     if num_epochs is None:
         return
     try:
-        found = [_find_rows(source.config) for source in mixture]
+        found = [_find_rows(source.config, config) for source in mixture]
         rows = [one and one.num_rows for one in found]
     except ConfigError:
         rows = [None]
@@ -169,7 +175,7 @@ def trained_tokens_if_cached(config: StreamConfig) -> list[TrainedShare] | None:
         return None
     try:
         mixture = read_mixture(config) or (MixtureSource("", Fraction(1), config),)
-        found = [(source.weight, _find_rows(source.config)) for source in mixture]
+        found = [(source.weight, _find_rows(source.config, config)) for source in mixture]
     except ConfigError:
         return None
     shares = [TrainedShare(float(weight), rows.trained) for weight, rows in found if rows and rows.trained]
@@ -183,14 +189,14 @@ class _FoundRows(NamedTuple):
     trained: TrainedTokens | None = None  # of conversations
 
 
-def _find_rows(config: StreamConfig) -> _FoundRows | None:
+def _find_rows(config: StreamConfig, whole: StreamConfig | None = None) -> _FoundRows | None:
     """Returns facts about one source's training rows, if known without reading data."""
     check_data_paths(config)
     fraction = HeldOutFraction.of(config.eval_fraction)
     if config.dataset_type == "synthetic":
         return _FoundRows(fraction.count(config.synthetic_samples, held_out=False))
     tokenizer = tokenizer_of(config)
-    store = find_store(config, tokenizer)
+    store = find_store(config, tokenizer, whole=whole)
     if store is None:
         return None
     documents, rule = _split_documents(config, store, fraction, held_out=False)

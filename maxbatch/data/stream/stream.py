@@ -141,7 +141,7 @@ def open_stream(config: Config | ConfigDict | StreamConfig, split: Literal["trai
     if held_out and config.eval_dataset_path:
         mixture = None  # the held-out files of every source
     elif mixture is not None and not held_out:
-        refuse_num_epochs(config.num_epochs, mixture)
+        refuse_num_epochs(config, mixture)
     sources = _open_sources(config, mixture, held_out)
     if not sources:
         return None
@@ -176,7 +176,7 @@ def _open_sources(
     opened = {}
     for source in mixture:
         try:
-            rows = open_rows(source.config, held_out=held_out)
+            rows = open_rows(source.config, held_out=held_out, whole=config)
         except ConfigError as error:
             raise ConfigError(f"source {shown(source.name)} of the mixture: {error}") from error
         if rows is not None:

@@ -282,6 +282,11 @@ def test_axolotls_sharegpt_is_ours(folder: Path) -> None:
     assert fates["datasets"].fate == "mapped"
 
 
+def test_axolotls_exact_deduplication_is_ours(folder: Path) -> None:
+    config, fates = imported("axolotl", folder / "c.yml", f"{CHAT}dataset_exact_deduplication: true\n")
+    assert config.deduplicate and fates["dataset_exact_deduplication"].fate == "mapped"
+
+
 def test_axolotl_packs_only_when_it_is_told_to(folder: Path) -> None:
     config, _ = imported("axolotl", folder / "c.yml", CHAT)
     assert not config.packing
