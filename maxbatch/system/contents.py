@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from maxbatch.system.remote_path import Status
 from maxbatch.system.storage import AnyPath, is_remote, read_range
-from maxbatch.system.threads import in_threads
+from maxbatch.system.threads import each_in_threads
 
 BLOCK_BYTES = 8 << 20
 _READ_BYTES = 256 << 10  # of a file of this machine, which each thread holds in memory
@@ -75,15 +75,15 @@ def blocks_of(file: AnyPath, size: int) -> Iterator[Block]:
         yield Block(file, begin, min(size, begin + BLOCK_BYTES))
 
 
-def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None) -> list[bytes]:
-    """Returns the hash of each block; blocks are read in parallel. `progress` is called with the bytes read."""
+def digests(blocks: Iterable[Block], progress: Callable[[int], None] = lambda _: None) -> Iterator[bytes]:
+    """Yields the hash of each block; blocks are read in parallel. `progress` is called with the bytes read."""
 
     def digest(block: Block) -> bytes:
         found = block.digest
         progress(block.end - block.begin)
         return found
 
-    return in_threads(digest, blocks, min(_MOST_THREADS, 2 * (os.cpu_count() or 1)))
+    return each_in_threads(digest, blocks, min(_MOST_THREADS, 2 * (os.cpu_count() or 1)))
 
 
 def joined(parts: Iterable[bytes]) -> str:

@@ -7,8 +7,10 @@ follows no symbolic links to folders.
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import glob
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from datetime import datetime
@@ -17,6 +19,7 @@ from stat import S_ISREG
 from typing import Any, NamedTuple
 
 from maxbatch.system.errors import ConfigError
+from maxbatch.system.long_lists import LongList, in_order
 from maxbatch.system.object_stores import file_system
 from maxbatch.system.remote_path import RemotePath
 from maxbatch.system.storage import AnyPath, scheme_of, url_fault
@@ -77,12 +80,12 @@ def source_file(path: AnyPath, name: str) -> SourceFile | None:
     return SourceFile(str(path), name, status.st_size, status.st_mtime_ns, (status.st_ino, status.st_ctime_ns))
 
 
-def files_below(folder: AnyPath, wanted: Matches, enter: Matches) -> list[SourceFile]:
+def files_below(folder: AnyPath, wanted: Matches, enter: Matches) -> LongList[SourceFile]:
     """Lists the `wanted` regular files below a folder, in `enter`ed folders, in order of their names."""
     if isinstance(folder, Path):
-        entries = sorted(_entries(os.path.abspath(folder), "", wanted, enter))
-        return [file for name, path in entries if (file := source_file(Path(path), name))]
-    found = []
+        entries = in_order(_entries(os.path.abspath(folder), "", wanted, enter))
+        return LongList(file for name, path in entries if (file := source_file(Path(path), name)))
+    found = LongList[SourceFile]()
     for file in _objects(folder, folder.file_system.find):
         below = file.path.removeprefix(f"{folder}/")
         *folders, bare_name = below.split("/")
@@ -91,12 +94,27 @@ def files_below(folder: AnyPath, wanted: Matches, enter: Matches) -> list[Source
     return found
 
 
-def files_matching(pattern: AnyPath) -> list[SourceFile]:
+def files_matching(pattern: AnyPath) -> LongList[SourceFile]:
     """Lists the regular files that a pattern matches, in order."""
     if isinstance(pattern, RemotePath):
-        return list(_objects(pattern, pattern.file_system.glob))
-    paths = sorted(glob.glob(str(pattern), recursive=True))
-    return [file for path in paths if (file := source_file(Path(os.path.abspath(path)), path))]
+        return LongList(_objects(pattern, pattern.file_system.glob))
+    paths = in_order(_matches(str(pattern)))
+    return LongList(file for path in paths if (file := source_file(Path(os.path.abspath(path)), path)))
+
+
+def _matches(pattern: str) -> Iterator[str]:
+    """Yields the paths that a pattern matches, as `glob` does, but without a list of the names in a folder."""
+    folder, name = os.path.split(pattern)
+    if name == "**" or folder.startswith("**") or not glob.has_magic(name):
+        yield from glob.iglob(pattern, recursive=True)
+        return
+    wanted = re.compile(fnmatch.translate(name)).match
+    for parent in glob.iglob(folder, recursive=True) if glob.has_magic(folder) else [folder]:
+        if os.path.isdir(parent or os.curdir):
+            with os.scandir(parent or os.curdir) as entries:
+                for entry in entries:
+                    if wanted(entry.name) and (name.startswith(".") or not entry.name.startswith(".")):
+                        yield os.path.join(parent, entry.name)
 
 
 @contextlib.contextmanager

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import TypeVar
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -15,3 +20,20 @@ def in_threads(do: Callable[[T], R], items: Iterable[T], num_threads: int) -> li
 
     with ThreadPoolExecutor(num_threads, "maxbatch-files") as threads:
         return list(threads.map(do, items))
+
+
+def each_in_threads(do: Callable[[T], R], items: Iterable[T], num_threads: int) -> Iterator[R]:
+    """Yields a function's results in order; takes few items before they are needed, however many there are."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    remaining, waiting = iter(items), deque["Future[R]"]()
+    threads = ThreadPoolExecutor(num_threads, "maxbatch-files")
+    try:
+        while True:
+            for item in itertools.islice(remaining, 4 * num_threads - len(waiting)):
+                waiting.append(threads.submit(do, item))
+            if not waiting:
+                return
+            yield waiting.popleft().result()
+    finally:
+        threads.shutdown(cancel_futures=True)

@@ -22,6 +22,7 @@ from maxbatch.config.values import field_names, shown, shown_fields
 from maxbatch.data.store.files import Listing, changed, list_files
 from maxbatch.data.store.formats import FOLDER_FILES, PIECE_BYTES, Format, Piece, grouped, make_format, record_as_json
 from maxbatch.system.errors import ConfigError, reading
+from maxbatch.system.long_lists import LongList
 from maxbatch.system.source_files import SourceFile, files_below
 from maxbatch.system.storage import scheme_of
 
@@ -36,6 +37,8 @@ _STDLIB_LEFT_OUT = frozenset({
     "lib2to3", "idlelib", "turtledemo", "ensurepip",
 })  # fmt: skip
 _JOB_PIECES = 1024  # at most: empty files add nothing to the bytes of a job
+
+Files = LongList[SourceFile] | tuple[SourceFile, ...]
 
 
 class Document(NamedTuple):
@@ -60,7 +63,7 @@ class DocumentSource:
     dataset_type: str
     key: str  # the config key and value that name the dataset, for messages
     value: str
-    files: tuple[SourceFile, ...]
+    files: Files
     missing_shards: tuple[str, ...]  # their names; each counts as one record left out
     text_field: str | None  # "" if records have no fields; None if a document is a whole record, as JSON
     record_format: str  # of arrayrecord
@@ -107,8 +110,9 @@ class DocumentSource:
             )
         return source
 
-    @property
+    @cached_property
     def size(self) -> int:
+        """The bytes of all files."""
         return sum(file.size for file in self.files)
 
     @property
@@ -201,7 +205,7 @@ def _path_files(dataset_type: str, key: str, value: str) -> Listing:
     return list_files(key, value, *FOLDER_FILES[dataset_type])
 
 
-def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
+def _stdlib_files(root: Path) -> LongList[SourceFile]:
     """Returns the standard library's modules, without empty files and files that are made on each machine."""
 
     generated = ("_sysconfigdata", "sitecustomize", "usercustomize")
@@ -210,17 +214,17 @@ def _stdlib_files(root: Path) -> tuple[SourceFile, ...]:
         wanted=lambda name: name.endswith(".py") and not name.startswith(generated),
         enter=lambda name: name not in _STDLIB_LEFT_OUT and not name.startswith("config-"),
     )
-    files = tuple(file for file in found if file.size)
+    files = LongList(file for file in found if file.size)
     if not files:
         raise ConfigError(f"dataset_type='python_stdlib': this Python has no source files in {root}; use another type")
     return files
 
 
-def _without_held_out(config: StoreConfig, files: tuple[SourceFile, ...]) -> tuple[SourceFile, ...]:
+def _without_held_out(config: StoreConfig, files: LongList[SourceFile]) -> LongList[SourceFile]:
     """Returns the files that `eval_dataset_path` does not name."""
     eval_files = _path_files(config.dataset_type, "eval_dataset_path", config.eval_dataset_path).files
     held_out = {os.path.realpath(file.path) for file in eval_files}
-    rest = tuple(file for file in files if os.path.realpath(file.path) not in held_out)
+    rest = LongList(file for file in files if os.path.realpath(file.path) not in held_out)
     if not rest:
         raise ConfigError(
             f"eval_dataset_path={shown(repr(config.eval_dataset_path))}: holds out every file of dataset_path="

@@ -7,76 +7,110 @@ again. Only other content makes another store. For an object, the object store's
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import itertools
+import operator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from maxbatch.data.store.cache_folder import cache_file, keep, recall
-from maxbatch.system.contents import blocks_of, digests, joined
+from maxbatch.data.store.cache_folder import cache_file, keep, recall_list
+from maxbatch.data.store.documents import Files
+from maxbatch.system.contents import Block, blocks_of, digests, joined
+from maxbatch.system.long_lists import LongList, Mapped
 from maxbatch.system.source_files import SourceFile
 
 _SHOWN_BYTES = 1 << 30  # whose reading is shown
-_MOST_BYTES = 1 << 30  # of the hashes of a dataset's files
 
 
 class Contents(NamedTuple):
     """The hashes of some files, in order."""
 
-    hashes: list[str]
+    hashes: Iterable[str]
     are_first: bool  # whether none of them has had other content since the first of these hashes was taken
 
 
-def known_contents(files: Sequence[SourceFile], data_cache_dir: str) -> Contents | None:
+def known_contents(files: Files, data_cache_dir: str) -> Contents | None:
     """Returns the hashes of files; None if a file must be read first."""
     kept = _Kept(files, data_cache_dir)
-    return None if kept.unknown else Contents(kept.hashes, kept.are_first)
+    return None if kept.num_unknown else kept.contents
 
 
-def contents_of(files: Sequence[SourceFile], data_cache_dir: str) -> Contents:
+def contents_of(files: Files, data_cache_dir: str) -> Contents:
     """Returns the hashes of files; reads those that are new or have changed."""
     kept = _Kept(files, data_cache_dir)
-    if not kept.unknown:
-        return Contents(kept.hashes, kept.are_first)
-    blocks = [list(blocks_of(Path(files[number].path), files[number].size)) for number in kept.unknown]
-    flat = [block for of_file in blocks for block in of_file]
-    size = sum(files[number].size for number in kept.unknown)
-    if size < _SHOWN_BYTES:
-        parts = iter(digests(flat))
+    if not kept.num_unknown:
+        return kept.contents
+    if kept.unknown_bytes < _SHOWN_BYTES:
+        kept.take(digests(kept.unknown_blocks()))
     else:
         from maxbatch.system.bars import bytes_bar  # slow to import
 
-        with bytes_bar(size, "hashing the files") as progress:
-            parts = iter(digests(flat, progress))
-    for number, of_file in zip(kept.unknown, blocks, strict=True):
-        found = joined(next(parts) for _ in of_file)
-        kept.are_first = kept.are_first and kept.hashes[number] in ("", found)
-        kept.hashes[number] = found
+        with bytes_bar(kept.unknown_bytes, "hashing the files") as progress:
+            kept.take(digests(kept.unknown_blocks(), progress))
     kept.write()
-    return Contents(kept.hashes, kept.are_first)
+    return kept.contents
+
+
+class _Entry(NamedTuple):
+    """What is known of a file."""
+
+    state: str  # its size and marks
+    hashed: str  # of its content; of former content where that changed
+    is_known: bool  # whether the hash is of its content
+
+    @property
+    def line(self) -> str:
+        return f"{self.state} {self.hashed}"
 
 
 class _Kept:
     """The cached hashes of some files, as far as they are still valid."""
 
-    def __init__(self, files: Sequence[SourceFile], data_cache_dir: str) -> None:
-        self._path = cache_file(data_cache_dir, "contents", [file.path for file in files])
-        self._states = [f"{file.size} {file.stamp} {' '.join(map(str, file.marks))}" for file in files]
-        found = recall(self._path, _MOST_BYTES)
-        lines, self.are_first = [], True
-        if isinstance(found, dict):
-            lines, self.are_first = found["files"], found["are_first"] is True
-        lines = lines if len(lines) == len(files) else [""] * len(files)
-        before = [str(line).rpartition(" ") for line in lines]
-        self.hashes = [hashed for _, _, hashed in before]
-        self.unknown: list[int] = []
-        for number, (file, state, (old_state, _, _)) in enumerate(zip(files, self._states, before, strict=True)):
-            if file.content:
-                self.hashes[number] = file.content
-            elif old_state != state:
-                self.unknown.append(number)
+    def __init__(self, files: Files, data_cache_dir: str) -> None:
+        self._files = files
+        self._path = cache_file(data_cache_dir, "contents", Mapped(operator.attrgetter("path"), files))
+        lines, others = recall_list(self._path, "files") or (LongList[object](), {"are_first": True})
+        self._are_first = others["are_first"] is True
+        self.num_unknown = self.unknown_bytes = 0
+        self._entries = LongList(self._found(lines if len(lines) == len(files) else itertools.repeat("")))
+
+    def _found(self, lines: Iterable[object]) -> Iterator[_Entry]:
+        for file, line in zip(self._files, lines, strict=False):
+            state = f"{file.size} {file.stamp} {' '.join(map(str, file.marks))}"
+            old_state, _, hashed = str(line).rpartition(" ")
+            is_known = bool(file.content) or old_state == state
+            if not is_known:
+                self.num_unknown += 1
+                self.unknown_bytes += file.size
+            yield _Entry(state, file.content or hashed, is_known)
+
+    @property
+    def contents(self) -> Contents:
+        return Contents(Mapped(operator.attrgetter("hashed"), self._entries), self._are_first)
+
+    def unknown_blocks(self) -> Iterator[Block]:
+        """Yields the blocks of the files to read."""
+        for file, entry in zip(self._files, self._entries, strict=True):
+            if not entry.is_known:
+                yield from _blocks(file)
+
+    def take(self, hashes: Iterator[bytes]) -> None:
+        """Takes the hashes of the blocks of the files that were read."""
+        entries = LongList[_Entry]()
+        for file, entry in zip(self._files, self._entries, strict=True):
+            if not entry.is_known:
+                hashed = joined(next(hashes) for _ in _blocks(file))
+                self._are_first = self._are_first and entry.hashed in ("", hashed)
+                entry = entry._replace(hashed=hashed, is_known=True)
+            entries.append(entry)
+        self._entries = entries
 
     def write(self) -> None:
         """Keeps the hashes, unless the cache may only be read."""
-        lines = [f"{state} {hashed}" for state, hashed in zip(self._states, self.hashes, strict=True)]
+        lines = Mapped(operator.attrgetter("line"), self._entries)
         with contextlib.suppress(OSError):
-            keep(self._path, {"files": lines, "are_first": self.are_first})
+            keep(self._path, {"files": lines, "are_first": self._are_first})
+
+
+def _blocks(file: SourceFile) -> Iterator[Block]:
+    return blocks_of(Path(file.path), file.size)

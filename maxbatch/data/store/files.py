@@ -18,6 +18,7 @@ from typing import BinaryIO, NamedTuple, cast
 
 from maxbatch.config.values import shown
 from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.long_lists import LongList
 from maxbatch.system.source_files import (
     SourceFile,
     files_below,
@@ -38,7 +39,7 @@ _SHARD = re.compile(r"(.*?)(\d{3,})-of-(\d{3,})(.*)", re.DOTALL)
 class Listing(NamedTuple):
     """The files of a dataset, and the names of the shards that a folder or glob lacks (`NAME-00001-of-00005`)."""
 
-    files: tuple[SourceFile, ...]
+    files: LongList[SourceFile]
     missing: tuple[str, ...]
 
 
@@ -56,14 +57,16 @@ def list_files(key: str, value: str, wanted: re.Pattern[str], kind: str) -> List
         works = ";".join(filter(None, paths))
         raise ConfigError(f"{key}={shown(repr(value))}: an empty path between two ';'; works: {key}={works!r}")
     listings = [_list_path(f"{key}={shown(repr(path))}", path, wanted, kind) for path in paths]
+    if len(listings) == 1:
+        return listings[0]
     files, missing = zip(*listings, strict=True)
-    return Listing(tuple(itertools.chain(*files)), tuple(itertools.chain(*missing)))
+    return Listing(LongList(itertools.chain(*files)), tuple(itertools.chain(*missing)))
 
 
 def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Listing:
     remote = scheme_of(path) is not None
     place = place_of(path if remote else os.path.expanduser(path), where)
-    is_single = False
+    is_single, found = False, LongList[SourceFile]()
     try:
         if is_folder(place):
             found = files_below(place, lambda name: _is_visible(name) and wanted.search(name), _is_visible)
@@ -71,11 +74,11 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
         elif is_there(place):
             is_single = True
             file = source_file(Path(os.path.abspath(place)) if isinstance(place, Path) else place, place.name)
-            found, problem = [file] if file else [], "not a regular file"
+            found, problem = LongList([file] if file else []), "not a regular file"
         elif glob.has_magic(str(place)):
             found, problem = files_matching(place), "the glob matches no file"
         else:
-            found, problem = [], "no such file or folder" + ("" if remote else f" (seen from {os.getcwd()})")
+            problem = "no such file or folder" + ("" if remote else f" (seen from {os.getcwd()})")
     except TrainingError:  # a store that does not answer
         raise
     except Exception as error:  # e.g. no permission, no network: each store has exceptions of its own
@@ -83,7 +86,7 @@ def _list_path(where: str, path: str, wanted: re.Pattern[str], kind: str) -> Lis
         raise ConfigError(f"{where}: cannot list {unlisted}: {typed_reason(error)}") from error
     if not found:
         raise ConfigError(f"{where}: {problem}")
-    return Listing(tuple(found), () if is_single else tuple(_missing_shards(file.name for file in found)))
+    return Listing(found, () if is_single else tuple(_missing_shards(file.name for file in found)))
 
 
 def _is_visible(name: str) -> bool:

@@ -19,9 +19,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import operator
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -32,6 +33,7 @@ import numpy as np
 from maxbatch.config.combined import StoreConfig
 from maxbatch.data.store import document_table
 from maxbatch.data.store.blocks import BLOCK_BYTES, BLOCKS, Blocks, MappedFile, damaged_file
+from maxbatch.data.store.cache_folder import json_hash
 from maxbatch.data.store.document_table import BlockTable, MappedTable, RangedTable, WholeTable
 from maxbatch.data.store.file_contents import Contents, contents_of, known_contents
 from maxbatch.data.store.recipe import StoreRecipe
@@ -41,6 +43,7 @@ from maxbatch.data.store.tokenizers import check_special_tokens
 from maxbatch.system.bounded import RefusedContent, read_json
 from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
 from maxbatch.system.leases import LEASE_FILE
+from maxbatch.system.long_lists import Mapped
 from maxbatch.system.npy import read_npy
 from maxbatch.system.storage import AnyPath, file_sizes, is_remote
 
@@ -286,7 +289,7 @@ def signatures(
     contents = _read_contents(source, config) if reads else known_contents(source.files, config.data_cache_dir)
     if contents is None:
         return None
-    before = [file[:4] for file in source.files]
+    before = Mapped(operator.itemgetter(slice(4)), source.files)
     old = _signature(source, tokenizer, config, held_out, before) if contents.are_first else None
     return _signature(source, tokenizer, config, held_out, _facts(source, contents)), old
 
@@ -299,15 +302,15 @@ def _read_contents(source: DocumentSource, config: StoreConfig) -> Contents:
             raise
 
 
-def _facts(source: DocumentSource, contents: Contents) -> list[list[str]]:
+def _facts(source: DocumentSource, contents: Contents) -> Iterable[list[str]]:
     """Returns the identity of each file; that of the standard library has names, which decide what is held out."""
     named = source.dataset_type == "python_stdlib"
     pairs = zip(source.files, contents.hashes, strict=True)
-    return [[hashed, file.name] if named else [hashed] for file, hashed in pairs]
+    return Mapped(lambda pair: [pair[1], pair[0].name] if named else [pair[1]], pairs)
 
 
 def _signature(
-    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str, files: Sequence[object]
+    source: DocumentSource, tokenizer: Tokenizer, config: StoreConfig, held_out: str, files: Iterable[object]
 ) -> str:
     settings = {
         "version": VERSION,
@@ -319,7 +322,7 @@ def _signature(
         "tokenizer": tokenizer.identity,
     }
     settings |= StoreRecipe.of(config.recipe).store_settings(config, tokenizer)
-    return hashlib.blake2b(json.dumps(settings).encode(), digest_size=16).hexdigest()
+    return json_hash(settings)
 
 
 def manifest_checksum(manifest: Manifest) -> str:

@@ -365,7 +365,7 @@ def test_one_process_is_enough_for_little_and_all_cores_are_for_much(
     source = DocumentSource.from_config(config.store)
     monkeypatch.setattr(builder, "num_cores", lambda: 5)
     assert builder.default_workers(source) == 1
-    large = source.files[0]._replace(size=1 << 30)
+    large = next(iter(source.files))._replace(size=1 << 30)
     assert builder.default_workers(dataclasses.replace(source, files=(large,))) == 5
 
 
