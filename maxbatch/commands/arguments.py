@@ -153,6 +153,11 @@ def _path(text: str, rule: str | None) -> str:
     return text
 
 
+def add_svg(parser: argparse.ArgumentParser) -> None:
+    """Adds the flag that writes the plots of a command's page as SVG files."""
+    parser.add_argument("--svg", type=place, metavar="DIR", help="write each plot as one SVG file into DIR, for papers")
+
+
 def add_ray(parser: argparse.ArgumentParser, tasks: str) -> None:
     """Adds the flags that run the tasks of a command on a Ray cluster."""
     parser.add_argument(

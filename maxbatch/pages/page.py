@@ -9,11 +9,12 @@ import html
 import json
 from collections.abc import Iterable, Sequence
 from importlib import resources
-from typing import NamedTuple
 
-from maxbatch.pages.plots import Figure, Panel, colour
+from maxbatch.pages.plots import Figure, Panel, RunColumns, colour
+from maxbatch.pages.svg import figure_of, file_names, svg_of
 from maxbatch.system.atomic_files import write_atomically
-from maxbatch.system.errors import ConfigError, TrainingError
+from maxbatch.system.errors import ConfigError, TrainingError, writing
+from maxbatch.system.folding import counted
 from maxbatch.system.storage import AnyPath
 
 AXES = ("steps", "samples", "tokens", "time")
@@ -27,14 +28,6 @@ _POLICY = (
 _LONG = 60  # characters of a text that a table may fold
 
 
-class RunColumns(NamedTuple):
-    """The columns of a run that are drawn."""
-
-    name: str  # names the run on the page
-    axes: dict[str, list[float]]  # by axis of `AXES`: its value at each drawn update
-    columns: dict[str, list[float | None]]  # by column: its value there; None if missing
-
-
 class Page:
     """A page; its parts appear in the order in which they are added."""
 
@@ -43,6 +36,8 @@ class Page:
         self._title, self._reloads_s = title, reloads_s
         self._body: list[str] = []
         self._figures: list[dict[str, object]] = []
+        self._drawn: list[Figure | Panel] = []
+        self._units: dict[str, str] = {}
         self._runs: list[RunColumns] = []
 
     def add(self, *parts: str) -> None:
@@ -63,7 +58,7 @@ class Page:
 
         A panel without a value of any run is left out.
         """
-        self._runs = list(runs)
+        self._runs, self._units = list(runs), units
         buttons = "".join(_button("axis", axis, axis, axis == AXES[0]) for axis in AXES)
         names = "".join(
             f"<span>{_swatch(i)}{html.escape(run.name)}</span>" for i, run in enumerate(runs) if len(runs) > 1
@@ -89,6 +84,7 @@ class Page:
             plot = f'<div class="plot" id="plot{number}"></div>'
             parts.append(f"<figure><h3>{html.escape(figure.title)}{log}</h3>{plot}{note}</figure>")
             self._figures.append(spec)
+            self._drawn.append(figure)
         self._body.append(f'<div class="figures">{"".join(parts)}</div>')
 
     def save(self, path: AnyPath) -> str:
@@ -107,6 +103,23 @@ class Page:
           TrainingError: the disk is full.
         """
         write_atomically(path, self._html())
+
+    def write_svg(self, folder: AnyPath) -> str:
+        """Writes each plot as an SVG file, named after its title, and returns a line that counts them.
+
+        Raises:
+          ConfigError: the folder, or a file in it, cannot be written.
+          TrainingError: the disk is full.
+        """
+        figures = [
+            figure_of(drawn, self._runs, self._units[AXES[0]]) if isinstance(drawn, Panel) else drawn
+            for drawn in self._drawn
+        ]
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        for name, figure in zip(file_names([figure.title for figure in figures]), figures, strict=True):
+            write_atomically(folder / name, svg_of(figure))
+        return f"svg: {counted(len(figures), 'plot')} in {folder}"
 
     def _html(self) -> str:
         runs = [

@@ -70,6 +70,14 @@ class Panel(NamedTuple):
     smooths: bool = True  # whether the page's slider smooths its lines
 
 
+class RunColumns(NamedTuple):
+    """The columns of a run that are drawn."""
+
+    name: str  # names the run on the page
+    axes: dict[str, list[float]]  # by axis (`pages.page.AXES`): its value at each drawn update
+    columns: dict[str, list[float | None]]  # by column: its value there; None if missing
+
+
 def colour(index: int) -> str:
     """Returns the colour of the run, or group, of this index; readable on white and on black."""
     if index < len(_COLOURS):

@@ -11,7 +11,7 @@ from typing import Any
 
 from rich.console import Console
 
-from maxbatch.commands.arguments import add_simulated_devices, place, read_by, real
+from maxbatch.commands.arguments import add_simulated_devices, add_svg, place, read_by, real
 from maxbatch.commands.critical_batch.branches import Branches, BranchProgress, BranchRuns
 from maxbatch.commands.critical_batch.measured_run import MeasuredRun
 from maxbatch.commands.critical_batch.plan import MeasurementPlan, check_plan, joined, make_plan
@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"loss per token that a larger batch may cost, absolute (default: {TOLERANCE})",
         type=real(Bounds(0), "from 0 on", TOLERANCE),
     )  # fmt: skip
+    add_svg(parser)
     add_simulated_devices(parser, "train every branch on N CPU devices")
 
 
@@ -82,7 +83,7 @@ def run(args: argparse.Namespace) -> int:
         if left := branches.left():
             console.print(f"stopped; {len(left)} of {len(branches.all)} branches are left. The same command continues.")
             return EXIT_STOPPED
-        _conclude(Measurement(measured, plan, branches, args.tolerance), folder, console)
+        _conclude(Measurement(measured, plan, branches, args.tolerance), folder, console, args.svg)
     return 0
 
 
@@ -114,7 +115,7 @@ def _introduce(plan: MeasurementPlan, branches: Branches, console: Console) -> N
     )
 
 
-def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
+def _conclude(found: Measurement, folder: AnyPath, console: Console, svg: str | None) -> None:
     path, plan, stages = folder / CRITICAL_BATCH_FILE.name, found.plan, found.stages
     write_json(path, found.to_json())
     console.print(found.table())
@@ -127,6 +128,8 @@ def _conclude(found: Measurement, folder: AnyPath, console: Console) -> None:
     page = Page(f"maxbatch critical-batch: {found.run.path.name}")
     add_critical_batch(page, found.to_json())
     console.print(page.save(folder / "critical_batch.html"))
+    if svg:
+        console.print(page.write_svg(as_typed(svg)))
     console.print(f"everything: {path}")
     if len(stages) == 1:
         console.print(f"no larger batch than {stages[0][1]:,} is within the tolerance at every later checkpoint")

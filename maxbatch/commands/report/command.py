@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
-from maxbatch.commands.arguments import count, place
+from maxbatch.commands.arguments import add_svg, count, place
 from maxbatch.commands.report.goodput import goodput_line, goodput_section, to_json
 from maxbatch.commands.report.runs import (
     FIRST_UPDATES,
@@ -68,6 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=place, metavar="FILE",
         help="the page (default: RUN/report.html; of several runs ./report.html)",
     )  # fmt: skip
+    add_svg(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object; a page only with --output")
     parser.add_argument(
         "--watch", type=count, nargs="?", const=_WATCH_S, metavar="SECONDS",
@@ -87,20 +88,28 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError("--watch: must not be given beside --json, which prints once")
         found = _read(paths)
         print(json.dumps(to_json([run for one in found for run in one.runs]), indent=2))
-        if args.output:
-            _page(paths, found).write(as_typed(args.output))
+        page = _page(paths, found) if args.output or args.svg else None
+        if page and args.output:
+            page.write(as_typed(args.output))
+        if page and args.svg:
+            note(page.write_svg(as_typed(args.svg)))
         return 0
     beside = paths[0] if len(paths) == 1 else Path()
     output = as_typed(args.output) if args.output else beside / "report.html"
     drawn = metrics_files(paths)  # before they are read, so that `--watch` notices a line written meanwhile
     found = _read(paths)
-    _page(paths, found, args.watch or 0).write(output)
+    page = _page(paths, found, args.watch or 0)
+    page.write(output)
+    if args.svg:
+        note(page.write_svg(as_typed(args.svg)))
     for run in (run for one in found if one.sweep is None for run in one.runs):
         if line := goodput_line(run):
             note(f"{run.name}: {line}")
     print(printable(str(output)), flush=True)
     if args.watch:
         _watch(paths, output, args.watch, drawn)
+        if args.svg:
+            make_page(paths).write_svg(as_typed(args.svg))
     return 0
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 from maxbatch.config.config import Config
 from maxbatch.config.loading import load_config
-from maxbatch.pages.page import RunColumns
-from maxbatch.pages.plots import Panel
+from maxbatch.pages.plots import Panel, RunColumns
 from maxbatch.runs.devices import DevicesUsed, read_devices
 from maxbatch.runs.metrics import METRICS_FILE, Record, scan_metrics
 from maxbatch.runs.metrics_schema import Metric as M

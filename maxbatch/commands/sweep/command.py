@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from maxbatch.commands.arguments import add_ray, local_path, ray_cluster
+from maxbatch.commands.arguments import add_ray, add_svg, local_path, ray_cluster
 from maxbatch.commands.sweep.study import SweepStudy, check_combinations
 from maxbatch.commands.sweep.sweep_file import SweepFile
 from maxbatch.config.values import shown
@@ -29,6 +29,7 @@ from maxbatch.system.bars import LinesAboveBar
 from maxbatch.system.errors import EXIT_DONE, EXIT_STOPPED, TrainingError
 from maxbatch.system.folding import counted, folded_command, terminal_width
 from maxbatch.system.stopping import Stopping
+from maxbatch.system.storage import AnyPath, as_typed
 from maxbatch.system.terminal import PlainTable, TrainingConsole
 
 
@@ -38,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     again = "run failed trials again (not those that diverged)"
     parser.add_argument("--retry-failed", action="store_true", help=again)
     parser.add_argument("--json", action="store_true", help="print one JSON object; progress goes to standard error")
+    add_svg(parser)
     add_ray(parser, "trials")
 
 
@@ -73,7 +75,7 @@ def run(args: argparse.Namespace) -> int:
         left = total - study.num_ended
         console.print(f"stopped; {left} of {total} trials are left. The same command continues.")
     else:
-        conclude(sweep, folder, results, console)
+        conclude(sweep, folder, results, console, as_typed(args.svg) if args.svg else None)
     if args.json:
         print(json.dumps(folder.to_dict()))
     return EXIT_DONE if has_ended else EXIT_STOPPED
@@ -125,8 +127,10 @@ def forget_failed(folder: SweepFolder, metric: str) -> None:
             (result.trial.folder / OUTCOME_FILE).unlink(missing_ok=True)
 
 
-def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console) -> None:
-    """Prints the table and the next command to type, and writes the plot."""
+def conclude(
+    sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], console: Console, svg: AnyPath | None
+) -> None:
+    """Prints the table and the next command to type, and writes the page, and its plots into the folder `svg`."""
     console.print(results_table(results, sweep.metric))
     console.print(f"metric: {SWEEP_METRICS[sweep.metric]}; lower is better")
     best = results[0]
@@ -143,6 +147,8 @@ def conclude(sweep: SweepFile, folder: SweepFolder, results: Sequence[Result], c
     page = Page(f"maxbatch sweep: {folder.path.name}")
     add_sweep(page, found)
     console.print(page.save(folder.path / "sweep.html"))
+    if svg is not None:
+        console.print(page.write_svg(svg))
     console.print(f"best: trial {best.trial.number}, {sweep.metric} {best.value:.4f}, in {best.trial.folder}")
     for sentence in found["at_the_edge"]:
         console.print(sentence)

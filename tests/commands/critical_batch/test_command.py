@@ -85,7 +85,7 @@ def measured(run_dir, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
     path = tmp_path_factory.mktemp("measured") / "run"
     shutil.copytree(run_dir, path)
     before = digest(path / "checkpoints")
-    result = maxbatch("critical-batch", path, *MEASURE)
+    result = maxbatch("critical-batch", path, *MEASURE, "--svg", f"{path}-plots")
     assert result.returncode == 0, result.stdout + result.stderr
     assert digest(path / "checkpoints") == before  # forked by hard links, and never written to
     return path, result
@@ -94,6 +94,7 @@ def measured(run_dir, tmp_path_factory) -> tuple[Path, subprocess.CompletedProce
 @pytest.mark.processes
 def test_every_branch_trains_on_the_same_samples(measured):
     path, _ = measured
+    assert Path(f"{path}-plots/loss-against-batch-size.svg").is_file(), "its plot, beside the page"
     own = {record["samples_seen"]: record for record in read_metrics(path)}
 
     def added(records: list[dict]) -> int:

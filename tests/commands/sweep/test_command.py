@@ -186,8 +186,9 @@ def test_a_sweep_without_optuna_or_bokeh_says_what_it_needs(
         write_evals(trial, 3.0 - number)
         folder.finish(trial, "done")
     monkeypatch.setitem(sys.modules, "bokeh", None)
-    assert main(["sweep", "sweep.yml"]) == 0
+    assert main(["sweep", "sweep.yml", "--svg", "plots"]) == 0
     out = capsys.readouterr().out
+    assert "svg: 1 plot in plots" in out and [path.suffix for path in Path("plots").iterdir()] == [".svg"]
     assert "best: trial 0, loss 1.0000" in out and "pip install 'maxbatch[report]'" in out
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert main(["sweep", "sweep.yml"]) == 2
