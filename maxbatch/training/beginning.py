@@ -17,14 +17,17 @@ from maxbatch.runs.sessions import UNKNOWN_STEP, read_sessions, saved_of
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import counted
 from maxbatch.system.storage import AnyPath
-from maxbatch.training.weights.local_files import saved_here
+from maxbatch.training.weights.local_files import LostState, saved_here
 
 _SPOKEN = ("sessions.jsonl", METRICS_FILE)  # files that begin a phrase about checkpoints that are not there
 _OVERWRITES = "overwrite_run=true removes the lines and checkpoints of this run"
 
 
-def check_beginning(folder: RunFolder, config: CheckpointConfig) -> bool:
+def check_beginning(folder: RunFolder, config: CheckpointConfig, lost: LostState | None = None) -> bool:
     """Checks that a run may begin at step 0, where it has nothing to resume from; the host that writes calls it.
+
+    Args:
+      lost: the newest local checkpoint, if none can be used.
 
     Returns:
       Whether `overwrite_run` is needed for it.
@@ -33,11 +36,18 @@ def check_beginning(folder: RunFolder, config: CheckpointConfig) -> bool:
       ConfigError: states stand for the lines of the run, and the config does not state `overwrite_run`.
     """
     why = _states_at_stake(folder, config)
-    if why is None:
+    if why is None and not (lost and lost.step <= last_line(folder.path)):
         return False
     if config.overwrite_run:
         return True
     other = f"run_dir={shlex.quote(new_folder(folder.run_dir))}"
+    if why is None:
+        assert lost is not None, "it stands for lines"
+        raise ConfigError(
+            f"run_dir={folder.run_dir}: its only state, the local checkpoint of step {lost.step}, cannot be used "
+            f"({lost.why}), so this start would begin at step 0 and cut the lines; {_OVERWRITES}; works: {other}, or "
+            "overwrite_run=true"
+        )
     if config.enable_checkpointing or why.startswith(_SPOKEN):
         raise ConfigError(
             f"run_dir={folder.run_dir}: {why} and there is none, so this start would begin at step 0 and cut the "

@@ -67,6 +67,7 @@ from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, num_parameters
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_checkpoints import LocalCheckpoints
+from maxbatch.training.weights.local_files import LostState
 from maxbatch.training.weights.origin import RunOrigin
 from maxbatch.training.weights.parameters import FirstParameters, load_parameters, open_source, open_state
 
@@ -149,8 +150,11 @@ class RunContext:
         leave_sessions(signal_name)
         self.folder.leave()
 
-    def _take_folder(self) -> bool:
+    def _take_folder(self, lost: LostState | None = None) -> bool:
         """Refuses a start that would begin anew over lines that states stand for, or removes both as configured.
+
+        Args:
+          lost: the newest local state, if none can be used.
 
         Returns:
           Whether they were removed.
@@ -159,7 +163,7 @@ class RunContext:
         def look() -> tuple[bool, int]:
             if (self.config.enable_checkpointing and last_saved(self.folder.path) is not None) or self.folder.is_fork:
                 return False, 0
-            overwrites, cut = check_beginning(self.folder, self.config.checkpoint), last_line(self.folder.path)
+            overwrites, cut = check_beginning(self.folder, self.config.checkpoint, lost), last_line(self.folder.path)
             if overwrites:
                 self.folder.discard_run()
             return overwrites, cut
@@ -167,9 +171,9 @@ class RunContext:
         overwrites, self.lines_cut = broadcast(look)
         return bool(overwrites)
 
-    def begin_without_local_state(self) -> bool:
-        """Checks the folder as `_take_folder` does, where no local state was found; returns whether it was emptied."""
-        if not self._take_folder():
+    def begin_without_local_state(self, lost: LostState | None) -> bool:
+        """Checks the folder as `_take_folder` does where no local state can be used; returns whether it was emptied."""
+        if not self._take_folder(lost):
             return False
         self.identity = share_folder(self.folder)
         self.sessions.begin_anew()
@@ -207,9 +211,8 @@ class Session(Generic[B]):
             if newest:
                 check_same_run(self.folder, newest.position.step, newest.run_id)
             self._local = self._open_local_checkpoints()
-        if self._local and not (newest or self._local.states) and context.begin_without_local_state():
-            self.checkpoints = self._open_checkpoints()
-            self._local = self._open_local_checkpoints()
+        if not (newest or (self._local and self._local.states)):
+            self._begin_without_local_state()
         local = self._local.states[0].record if self._local and self._local.states else None
         if local and (newest is None or local.position.step >= newest.position.step):
             newest = local
@@ -221,6 +224,8 @@ class Session(Generic[B]):
             warn(message)
         with self._clock.during(TimePart.RESTORING):
             restored, self._restored_from = self._restore()
+        if not restored and self._begin_without_local_state():
+            parameters = self._pin_origin(None)
         if self.checkpoints and not restored and self.folder.is_fork:
             raise ConfigError(
                 f"{self.config.run_dir}: a branch of critical-batch needs the checkpoint that it was forked from, "
@@ -258,6 +263,25 @@ class Session(Generic[B]):
             self.folder.write("config.yml", dump_config(written))
             self.folder.note_session(reads, software)
             self._record_devices()
+
+    def _begin_without_local_state(self) -> bool:
+        """Checks that a run with local checkpoints may begin at step 0, and empties its folder as configured.
+
+        Where checkpoints in `run_dir` are damaged, the lines are kept beside them instead.
+
+        Returns:
+          Whether the folder was emptied.
+
+        Raises:
+          ConfigError: states that cannot be used stand for the lines of the run.
+        """
+        if not (self._local and self.checkpoints) or self.checkpoints.has_set_aside:
+            return False
+        if not self._context.begin_without_local_state(self._local.lost):
+            return False
+        self.checkpoints = self._open_checkpoints()
+        self._local = self._open_local_checkpoints()
+        return True
 
     def _pin_origin(self, newest: CheckpointRecord | None) -> FirstParameters:
         key, path = self.opened.source

@@ -34,6 +34,7 @@ from maxbatch.training.compile.background import Background, MakeExecutable, com
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights.checkpoints import Checkpoints, Restored
 from maxbatch.training.weights.local_files import (
+    LostState,
     StoredPart,
     forget_whole,
     note_whole,
@@ -158,6 +159,12 @@ class LocalCheckpoints:
         if line is not None and line not in (digest for _, digest in recorded):
             return "its updates were trained again by another start"
         return None
+
+    @property
+    def lost(self) -> LostState | None:
+        """The newest state that cannot be used; None if all can."""
+        step = max(self._damages, default=None)
+        return None if step is None else LostState(step, self._damages[step])
 
     # --- restoring ---
 

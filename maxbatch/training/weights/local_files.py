@@ -31,6 +31,13 @@ class StoredPart(NamedTuple):
     arrays: StoredArrays
 
 
+class LostState(NamedTuple):
+    """A local checkpoint of a run that cannot be used."""
+
+    step: int
+    why: str
+
+
 def run_name(run_dir: AnyPath) -> str:
     """Returns the name of the folder of a run's states."""
     return f"run-{hashlib.blake2b(str(run_dir.absolute()).encode(), digest_size=8).hexdigest()}"

@@ -188,6 +188,31 @@ def test_a_damaged_local_checkpoint_is_named_and_the_newest_in_run_dir_is_taken(
     assert not local_states(lost), "update 6 is made again: no later start may take the old one"
 
 
+@pytest.mark.parametrize("damage", [flip_a_bit, tear_the_json])
+@pytest.mark.parametrize("has_saved", [True, False])
+def test_a_start_whose_only_local_state_is_damaged_does_not_begin_anew(
+    lost: Path, has_saved: bool, damage: Callable[[Path], None]
+) -> None:
+    """With a `checkpoints/` that is not mounted, and before the first checkpoint was due."""
+    (state,) = lost.glob("disk/run-*/host-0/6")
+    damage(state)
+    (lost / "run" / "checkpoints").rename(lost / "elsewhere")
+    (session,) = map(json.loads, (lost / "run" / "sessions.jsonl").read_text().splitlines())
+    if not has_saved:
+        (lost / "run" / "sessions.jsonl").write_text(json.dumps(session | {"saved_step": None}) + "\n")
+    before = (lost / "run" / "metrics.jsonl").read_bytes()
+    named = "sessions.jsonl states a checkpoint of step 5" if has_saved else "the local checkpoint of step 6, cannot be"
+    with pytest.raises(ConfigError, match=rf"run_dir=.*{named}.* works: run_dir=.*-2, or overwrite_run=true$"):
+        restart(lost)
+    assert (lost / "run" / "metrics.jsonl").read_bytes() == before and local_states(lost) == ["6"]
+    if has_saved:
+        (lost / "elsewhere").rename(lost / "run" / "checkpoints")
+        assert restart(lost)[0] == 5
+    else:
+        assert restart(lost, ONE, "overwrite_run=true")[0] == 0
+        assert not local_states(lost) and not (lost / "run" / "metrics.jsonl").exists()
+
+
 def test_a_local_checkpoint_of_an_earlier_version_is_taken(lost: Path) -> None:
     """Its index named the blocks of its only file, `blocks.bin`."""
     (state,) = lost.glob("disk/run-*/host-0/6")
