@@ -7,8 +7,9 @@ import os
 import shlex
 
 from maxbatch.config.values import shown
+from maxbatch.runs.best_checkpoint import BEST, read_best
 from maxbatch.runs.position import COMMITTED_FILE, is_step
-from maxbatch.system.errors import ConfigError, reading
+from maxbatch.system.errors import ConfigError, StoreRefused, TrainingError, reading
 from maxbatch.system.storage import AnyPath, as_path, is_remote, subfolders
 
 ITEMS = ("params", "opt_state", "position")  # folders of every checkpoint of ours; a damaged one has at least one
@@ -27,11 +28,12 @@ def is_own(checkpoint: AnyPath) -> bool:
 
 
 def refuse_foreign(run_dir: str) -> None:
-    """Raises ConfigError if `checkpoints/` in a run's folder holds steps that another program wrote."""
+    """Raises ConfigError if `checkpoints/` in a run's folder holds steps, or a `best`, that another program wrote."""
     folder = as_path(run_dir) / "checkpoints"
     names: list[str] = []
     with reading(folder), contextlib.suppress(FileNotFoundError, NotADirectoryError):
         names = subfolders(folder)
+        _refuse_foreign_best(run_dir, is_folder=BEST in names)
     for step in sorted(map(int, filter(is_step, names)), reverse=True):
         with reading(folder):
             if is_own(folder / str(step)):
@@ -47,6 +49,25 @@ def refuse_foreign(run_dir: str) -> None:
         raise ConfigError(
             f"run_dir={run_dir}: holds checkpoints of MaxText, which are never written to or moved; {new} "
             f"load_full_state_path={state}"
+        )
+
+
+def _refuse_foreign_best(run_dir: str, is_folder: bool) -> None:
+    """Raises ConfigError if `checkpoints/best` is a folder, or a file whose content is not ours."""
+    file = as_path(run_dir) / "checkpoints" / BEST
+    why = "a folder" if is_folder else ""
+    if not why:
+        try:
+            is_ours = read_best(file.parent) is not None or not _is_there(file)
+        except (StoreRefused, TrainingError):
+            raise
+        except ConfigError:
+            is_ours = False
+        why = "" if is_ours else "a file with other content"
+    if why:
+        raise ConfigError(
+            f"run_dir={run_dir}: checkpoints/{BEST} in it is {why}, not what maxbatch writes under that name, so "
+            f"nothing is written over it; move it away; works: run_dir={shlex.quote(new_folder(run_dir))}"
         )
 
 

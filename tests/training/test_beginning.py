@@ -197,9 +197,27 @@ def test_an_import_says_that_its_run_dir_holds_checkpoints_of_maxtext(
     assert main(["plan", str(tmp_path / "ours.yml"), f"run_dir={tmp_path}/runs/theirs-2"]) == 0, "it displaces run_name"
 
 
+@pytest.mark.parametrize("what", ["a folder", "an empty folder", "text", "other JSON", "a link"])
+def test_a_best_of_another_program_is_refused_and_stays(tmp_path: Path, what: str) -> None:
+    best = tmp_path / "run" / "checkpoints" / "best"
+    best.parent.mkdir(parents=True)
+    if what.endswith("folder"):
+        best.mkdir()
+        if what == "a folder":
+            (best / "pytorch_model.bin").write_text("theirs")
+    elif what == "a link":
+        best.symlink_to(tmp_path / "gone")
+    else:
+        best.write_text("theirs" if what == "text" else '{"step": "500"}')
+    kind = "a folder" if what.endswith("folder") else "a file with other content"
+    for keys in ((), (UNSAVED,), ("overwrite_run=true",), ("keep_best_checkpoint=false",)):
+        assert_refused(tmp_path / "run", rf"checkpoints/best in it is {kind}, .*; works: run_dir=.*/run-2$", *keys)
+    assert best.is_symlink() == (what == "a link")
+
+
 @pytest.mark.runs
 def test_what_is_not_ours_in_checkpoints_is_never_touched(tmp_path: Path) -> None:
-    theirs = ["checkpoint-500/model.bin", "notes.txt", "7.orbax-checkpoint-tmp/items/d", "best/pytorch_model.bin"]
+    theirs = ["checkpoint-500/model.bin", "notes.txt", "7.orbax-checkpoint-tmp/items/d"]
     for name in theirs:
         file = tmp_path / "checkpoints" / name
         file.parent.mkdir(parents=True, exist_ok=True)

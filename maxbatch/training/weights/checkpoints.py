@@ -162,7 +162,7 @@ class Checkpoints:
 
     def _mend_best(self, position: Position) -> None:
         """Writes `checkpoints/best` if the writer was killed between a checkpoint and this file."""
-        best, stated = position.best_eval, self._stated_best()
+        best, stated = position.best_eval, read_best(self._folder)
         folder = self._folder / str(best.step)
         if (
             best.loss is None
@@ -173,12 +173,6 @@ class Checkpoints:
             return
         with writing(self._folder):
             write_atomically(self._folder / BEST, BestCheckpoint(best.step, best.loss, is_extra=False).to_bytes())
-
-    def _stated_best(self) -> BestCheckpoint | None:
-        """Returns the content of `checkpoints/best`; None without it, or where it cannot be read."""
-        with contextlib.suppress(ConfigError):  # a file that is damaged is written again
-            return read_best(self._folder)
-        return None
 
     def _look(self, step: int) -> tuple[str | None, Any]:
         """Returns the damage of a checkpoint's JSON, or the JSON if it is sound."""
@@ -359,7 +353,7 @@ class Checkpoints:
 
     def _read_best(self) -> BestCheckpoint | None:
         """Returns what `checkpoints/best` states, as the first host reads it."""
-        stated = broadcast(self._stated_best)
+        stated = broadcast(partial(read_best, self._folder))
         return BestCheckpoint(*stated) if stated else None
 
     def _forget_best(self) -> None:
