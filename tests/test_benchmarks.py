@@ -15,6 +15,9 @@ from scipy import stats
 
 from benchmarks import audits, evaluate, gpu, schedules
 from benchmarks.measurement import BenchmarkError, Measurement, ratio
+from benchmarks.same_run import results as same_run
+from benchmarks.same_run.cases import CASES
+from benchmarks.same_run.figures import Update, differences
 from benchmarks.trainer import QUICK_MODEL
 from maxbatch import BatchPlan, load_config
 from tests import test_gpu
@@ -166,3 +169,30 @@ def test_the_page_of_other_trainers_has_the_table_of_their_results():
     assert page[page.index(audits.BEGIN) + len(audits.BEGIN) : page.index(audits.END)] == audits.table()
     examples = {path.name for path in (audits.ROOT / "examples" / "audits").glob("*.py")}
     assert {peer.adapter.split(":")[0] for peer in audits.PEERS.values()} | {"torch_model.py"} == examples
+
+
+def test_the_page_of_imports_has_the_table_of_the_runs_beside_other_programs():
+    page = same_run.PAGE.read_text()
+    written = page[page.index(same_run.BEGIN) + len(same_run.BEGIN) : page.index(same_run.END)]
+    assert written == same_run.table()
+    assert {path.stem for path in same_run.FOLDER.glob("*.json")} <= CASES.keys()
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in same_run.FOLDER.glob("*.json")))
+def test_a_run_is_within_the_tolerances_or_its_row_names_the_difference(name):
+    figures = same_run.load(name)["differences"]
+    beyond = [each for each, figure in figures.items() if not figure <= getattr(same_run.TOLERANCES, each)]
+    assert bool(beyond) == bool(CASES[name].differs), beyond
+
+
+def test_differences_of_two_runs_are_the_largest_of_their_figures_and_arrays():
+    theirs = [Update(2.0, 1.0, 0.01), Update(4.0, 2.0, 0.005)]
+    ours = [Update(2.0, 1.1, 0.01), Update(4.2, 2.0, 0.0045)]
+    start = {"a": np.zeros(4, np.float32), "b": np.zeros(2, np.float32)}
+    their_end = {"a": np.array([1.0, 0, 0, 0], np.float32), "b": np.array([3.0, 4.0], np.float32)}
+    our_end = {"a": np.array([1.0, 0, 0, 7.0], np.float32), "b": np.array([3.0, 4.5], np.float32)}
+    squares = {"a": np.array([1.0, 1.0, 1.0, 1e-16]), "b": np.ones(2)}  # the last of a is rounding alone
+    found = differences(ours, theirs, start, our_end, their_end, squares)
+    assert (found.loss, found.grad_norm, found.rate) == pytest.approx((0.05, 0.1, 0.05))
+    assert (dict(found.arrays), found.left_out) == (pytest.approx({"a": 0.0, "b": 0.1}), 1)
+    assert found.beyond(same_run.TOLERANCES) == ["loss", "grad_norm", "rate", "array"]

@@ -12,7 +12,6 @@ from maxbatch.config.families import FAMILIES
 from maxbatch.config.loading import load_config
 from maxbatch.config.paths import presets
 from maxbatch.config.sections import KEYS
-from maxbatch.system.errors import ConfigError
 
 _LLAMA_BLOCKS = ("llama2", "llama3", "default")
 _NORMALISING = tuple(
@@ -114,15 +113,15 @@ def _scales_queries(t: Translation, _: str) -> bool:
     """Returns whether the query weights hold 1 / sqrt(head_dim) there."""
     if t.text("use_qk_norm").lower() == "true":  # a word with our name, which is mapped after the table's rows
         return False
-    names = ("model_name", "decoder_block")
-    stated = [f"{name}={t.settings[name]}" for name in names if name in t.settings]
-    if t.settings.get("model_name", "default") not in ("default", "auto", *presets()):
+    name = t.settings.get("model_name", "default")
+    if name in presets():
+        model = load_config(overrides=[f"model_name={name}"]).model
+        block, has_norms = t.settings.get("decoder_block", model.decoder_block), model.use_qk_norm
+    elif name in ("default", "auto"):
+        block, has_norms = t.settings.get("decoder_block", "llama2"), False
+    else:
         return False
-    try:
-        model = load_config(overrides=stated).model
-    except ConfigError:  # the table refuses it by its word
-        return False
-    return model.decoder_block in _SCALING and not model.use_qk_norm and "lora_rank" not in t.settings
+    return block in _SCALING and not has_norms and "lora_rank" not in t.settings
 
 
 MODEL_RULES: Mapping[str, Rule] = {

@@ -113,8 +113,8 @@ FAMILIES_OF_MAXTEXT: dict[str, MaxTextFamily] = {
     "mistral": _LLAMA,
     "mixtral": _LLAMA,
     "qwen2": MaxTextFamily(_layer(norms=_LLAMA_NORMS)),
-    "qwen3": _LLAMA,
-    "qwen3_moe": MaxTextFamily(_layer(norms=_LLAMA_NORMS, experts="moe_block"), scales_query=True),
+    "qwen3": MaxTextFamily(_layer(norms=_LLAMA_NORMS)),
+    "qwen3_moe": MaxTextFamily(_layer(norms=_LLAMA_NORMS, experts="moe_block")),
     "gemma2": MaxTextFamily(
         _layer(
             norms={ours: name.replace(".scale", "_{}.scale") for ours, name in _GEMMA_NORMS.items()},

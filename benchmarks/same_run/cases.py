@@ -1,0 +1,148 @@
+"""The table of comparisons: a program's settings, its rows, and the word because of which runs differ, if they do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+Rows = dict[str, np.ndarray]  # tokens, segments: int32[N, L + 1], weights: float32[N, L + 1]
+Kind = Literal["padded", "masked", "packed", "full"]
+VOCABULARY = 256
+
+
+@dataclass(frozen=True)
+class Case:
+    """A comparison with another program.
+
+    Attributes:
+      program: the other program, a name in `PROGRAMS`.
+      title: what the row of the page is called.
+      settings: of the other program, which `maxbatch import` reads.
+      rows: their kind; `make_rows` explains each.
+      length: L, the targets of a row.
+      differs: the word because of which the runs differ, and why; "" if they are the same.
+      updates: their number.
+      checked: whether CI repeats it.
+      trainer: of transformers or TRL, the class.
+      num_rows: of the data; None: as many as the updates read.
+    """
+
+    program: str
+    title: str
+    settings: Mapping[str, str]
+    rows: Kind = "padded"
+    length: int = 32
+    differs: str = ""
+    updates: int = 20
+    checked: bool = False
+    trainer: str = ""
+    num_rows: int | None = None
+
+
+def make_rows(kind: Kind, num_rows: int, length: int, seed: int) -> Rows:
+    """Makes random rows; the last of the L + 1 tokens of a row is a target only.
+
+    Args:
+      kind: full: every token is trained; padded: rows end early, so that batches have unequal tokens; masked: random
+        tokens of whole rows are not trained; packed: rows of several documents, with padding at the end.
+    """
+    rng = np.random.default_rng(seed)
+    shape = (num_rows, length + 1)
+    tokens = rng.integers(1, VOCABULARY, shape, dtype=np.int32)
+    segments = np.ones(shape, np.int32)
+    weights = np.ones(shape, np.float32)
+    for row in range(num_rows):
+        if kind in ("padded", "packed"):
+            segments[row, rng.integers(length // 4, length + 2) :] = 0
+        if kind == "packed":
+            begins = rng.random(length + 1) < 3 / length
+            segments[row] *= 1 + np.cumsum(begins, dtype=np.int32)
+        if kind == "masked":
+            weights[row] = rng.random(length + 1) < rng.uniform(0.2, 1.0)
+    begins_document = np.diff(segments, axis=1, prepend=-1) != 0
+    weights[(segments == 0) | begins_document] = 0
+    tokens[segments == 0] = 0
+    return {"tokens": tokens, "segments": segments, "weights": weights}
+
+
+def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> None:
+    """Writes `records.jsonl`, texts of random words for a trainer of TRL, and `tokenizer`, whose tokens are words."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    rng = np.random.default_rng(seed)
+    end = VOCABULARY - 1
+
+    def words() -> str:
+        return " ".join(map(str, rng.integers(1, end, rng.integers(3, 12))))
+
+    answers = ("chosen", "rejected") if trainer == "DPOTrainer" else ("completion",)
+    records = [{"prompt": words() + " ", **{name: words() for name in answers}} for _ in range(num_records)]
+    (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    tokenizer = Tokenizer(models.WordLevel({**{str(word): word for word in range(end)}, "<end>": end}, unk_token="0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<end>"])  # TRL appends its text to an answer
+    (folder / "tokenizer").mkdir()
+    tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "0"}
+    (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+_SMALL = {
+    "base_emb_dim": "64", "base_num_query_heads": "4", "base_num_kv_heads": "2", "head_dim": "16",
+    "base_mlp_dim": "128", "base_num_decoder_layers": "2", "vocab_size": str(VOCABULARY),
+}  # fmt: skip
+
+
+def _maxtext(title: str, decoder_block: str, *settings: str, **case: object) -> Case:
+    stated = dict(setting.split("=", 1) for setting in settings)
+    defaults = {**_SMALL, "per_device_batch_size": "4", "learning_rate": "1e-2"}
+    whole = {"model_name": "default", "decoder_block": decoder_block, **defaults, **stated}
+    return Case("maxtext", title, whole, **case)  # type: ignore[arg-type]
+
+
+def _trl(title: str, trainer: str, **arguments: object) -> Case:
+    case = {name: arguments.pop(name) for name in list(arguments) if name in Case.__dataclass_fields__}
+    defaults = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "bf16": False, **arguments}
+    settings = {name: json.dumps(value) for name, value in defaults.items()}
+    return Case("trl", title, settings, trainer=trainer, **case)  # type: ignore[arg-type]
+
+
+_EXPERTS = (
+    "num_experts=4", "num_experts_per_tok=2", "base_moe_mlp_dim=128", "megablox=false", "sparse_matmul=false",
+)  # fmt: skip
+_BALANCED = (*_EXPERTS, "load_balance_loss_weight=0.01", "gradient_accumulation_steps=2", "per_device_batch_size=2")
+_DEEPSEEK = (
+    *_EXPERTS, "attention_type=mla", "base_num_kv_heads=4", "first_num_dense_layers=1", "shared_experts=1",
+    "q_lora_rank=16", "kv_lora_rank=16", "qk_nope_head_dim=16", "qk_rope_head_dim=8", "v_head_dim=16",
+)  # fmt: skip
+CASES = {
+    "maxtext_llama2": _maxtext("llama2, cosine, unequal tokens", "llama2", checked=True),
+    "maxtext_mixtral": _maxtext("mixtral, balance loss, 2 passes", "mixtral", *_BALANCED, rows="full", checked=True),
+    "trainer_linear": _trl(
+        "`Trainer`, linear, warm-up, decay", "Trainer", warmup_steps=3, weight_decay=0.1, rows="full", checked=True
+    ),
+    "trl_dpo": _trl("`DPOTrainer`", "DPOTrainer", learning_rate=1e-3, max_length=32, checked=True),
+    "maxtext_mixtral_masked": _maxtext(
+        "mixtral, balance loss, 2 passes of unequal tokens", "mixtral", *_BALANCED, rows="masked",
+    ),
+    "maxtext_llama2_wsd": _maxtext(
+        "llama2, layers not scanned, wsd of odd lengths, `learning_rate_schedule_steps`, 2 passes of unequal tokens",
+        "llama2", "scan_layers=false", "lr_schedule_type=wsd", "warmup_steps_fraction=0.13",
+        "wsd_decay_steps_fraction=0.37", "learning_rate_schedule_steps=17", "gradient_accumulation_steps=2",
+        "per_device_batch_size=2",
+    ),
+    "maxtext_llama2_packed": _maxtext("llama2, packed rows", "llama2", rows="packed"),
+    "maxtext_llama2_muon": _maxtext("llama2, `opt_type=muon`", "llama2", "opt_type=muon"),
+    "maxtext_llama2_adam_pax": _maxtext("llama2, `opt_type=adam_pax`", "llama2", "opt_type=adam_pax"),
+    "maxtext_llama2_sgd": _maxtext("llama2, `opt_type=sgd`", "llama2", "opt_type=sgd"),
+    "maxtext_qwen3": _maxtext("qwen3", "qwen3", "use_qk_norm=true"),
+    "maxtext_deepseek": _maxtext("deepseek", "deepseek", *_DEEPSEEK),
+    "maxtext_gemma3": _maxtext(
+        "gemma3", "gemma3", "model_name=gemma3-4b", "base_num_decoder_layers=6", "sliding_window_size=8",
+    ),
+}  # fmt: skip

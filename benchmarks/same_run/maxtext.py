@@ -1,0 +1,67 @@
+"""MaxText's training, from a command line of its own, and its checkpoints as arrays of ours."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks.same_run import ours
+from benchmarks.same_run.cases import Case, Rows, make_rows
+from benchmarks.same_run.environments import run
+from benchmarks.same_run.figures import Update
+from benchmarks.same_run.run_pair import Pair
+from maxbatch.maxtext.checkpoints.reading import MaxTextCheckpoint
+
+_PROGRAM = Path(__file__).with_name("maxtext_program.py")
+_MACHINE = {  # what keeps it on this machine and in float32
+    "run_name": "theirs", "hardware": "cpu", "skip_jax_distributed_system": "true", "override_model_config": "true",
+    "dtype": "float32", "weight_dtype": "float32", "matmul_precision": "highest", "attention": "dot_product",
+    "dataset_type": "synthetic", "enable_checkpointing": "true", "async_checkpointing": "false",
+    "checkpoint_period": "1000",
+}  # fmt: skip
+
+
+def train_both(case: Case, python: Path, folder: Path, updates: int, seed: int) -> Pair:
+    """Runs MaxText on random rows, imports its command, and runs ours from MaxText's start on the same rows.
+
+    Our rows have one token more than MaxText's `max_target_length`: its rows are inputs and the targets that follow
+    them, ours are tokens. The last one is no input there, so here it has no segment.
+    """
+    settings = {**_MACHINE, "steps": str(updates), "max_target_length": str(case.length), **case.settings}
+    texts = [f"{name}={value}" for name, value in settings.items()]
+    (folder / "maxtext.sh").write_text(shlex.join(["python3", "-m", "maxtext.trainers.pre_train.train", *texts]) + "\n")
+    ours.import_config("maxtext", folder / "maxtext.sh", folder / "imported.yml")
+
+    batch = int(settings["per_device_batch_size"]) * int(settings.get("gradient_accumulation_steps", "1"))
+    rows = make_rows(case.rows, batch * updates, case.length, seed)
+    np.savez(folder / "rows.npz", **rows)
+    places = [f"base_output_directory={folder}", f"metrics_file={folder}/theirs.jsonl"]
+    run([python, "-P", _PROGRAM, folder / "rows.npz", folder / "start", *texts, *places], folder / "maxtext.log")
+
+    length = f"max_target_length={case.length + 1}"
+    our_run = ours.train(
+        folder / "imported.yml", folder / "ours", _as_ours(rows), [length, f"load_parameters_path={folder}/start/0"]
+    )
+    model, state = our_run.config.model, ours.abstract(our_run.config)
+    start = MaxTextCheckpoint(folder / "start" / "0").open(model, state.params)(state.params)
+    end = MaxTextCheckpoint(folder / "theirs")
+    squares = None
+    if case.settings.get("opt_type", "adamw") == "adamw":
+        squares = ours.squares_of(end.read_state(model, state.params, state.opt_state)[1])
+    our_end = ours.end_of(our_run, state.params)
+    theirs = [_update(json.loads(line)) for line in (folder / "theirs.jsonl").read_text().splitlines()]
+    their_end = ours.arrays_of(end.open(model, state.params)(state.params))
+    return Pair(our_run.updates, theirs, ours.arrays_of(start), our_end, their_end, squares, texts)
+
+
+def _as_ours(rows: Rows) -> Rows:
+    segments = rows["segments"].copy()
+    segments[:, -1] = 0
+    return {**rows, "segments": segments}
+
+
+def _update(line: dict[str, float]) -> Update:
+    return Update(line["learning/lm_loss"], line["learning/raw_grad_norm"], line["learning/current_learning_rate"])
