@@ -83,12 +83,12 @@ def make_records(trainer: str, num_records: int, folder: Path, seed: int) -> Non
     answers = ("chosen", "rejected") if trainer == "DPOTrainer" else ("completion",)
     records = [{"prompt": words() + " ", **{name: words() for name in answers}} for _ in range(num_records)]
     (folder / "records.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    tokenizer = Tokenizer(models.WordLevel({**{str(word): word for word in range(end)}, "<end>": end}, unk_token="0"))
+    tokenizer = Tokenizer(models.WordLevel({"<pad>": 0, **{str(word): word for word in range(1, end)}, "<end>": end}))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.add_special_tokens(["<end>"])  # TRL appends its text to an answer
+    tokenizer.add_special_tokens(["<pad>", "<end>"])  # TRL appends its text to an answer
     (folder / "tokenizer").mkdir()
     tokenizer.save(str(folder / "tokenizer" / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "0"}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<end>", "pad_token": "<pad>"}
     (folder / "tokenizer" / "tokenizer_config.json").write_text(json.dumps(settings))
 
 

@@ -536,3 +536,20 @@ def test_emergency_checkpoints_are_local_checkpoints(tmp_path: Path) -> None:
     config, fates = imported("maxtext", tmp_path / "m.yml", SYNTHETIC + text)
     assert (config.local_checkpoint_directory, config.local_checkpoint_period) == ("/local", 20)
     assert "local_checkpoint_directory" in fates["enable_emergency_checkpoint"].says
+
+
+@pytest.mark.parametrize(
+    ("words", "is_scaled"),
+    [
+        ("decoder_block: llama2\n", True),
+        ("decoder_block: mixtral\nnum_experts: 4\nnum_experts_per_tok: 2\n", True),
+        ("decoder_block: llama2\nuse_qk_norm: true\n", False),
+        ("decoder_block: qwen3\nuse_qk_norm: true\n", False),
+        ("model_name: llama3.1-8b\n", True),
+        ("model_name: mixtral-8x7b\n", True),
+        ("model_name: gemma2-2b\n", True),
+        ("model_name: gemma3-4b\n", False),
+    ],
+)
+def test_queries_hold_their_scale_where_maxtexts_do(words: str, is_scaled: bool, tmp_path: Path) -> None:
+    assert imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}")[0].query_weights_scaled is is_scaled
