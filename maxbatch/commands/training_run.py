@@ -27,7 +27,7 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Config) -> int:
     """Runs a command (`train` or `rl`) in the processes of `--simulate-hosts`; returns the exit code."""
     from maxbatch.commands.simulation import check_hosts, run_hosts
-    from maxbatch.parallel.deaths import on_death
+    from maxbatch.parallel.deaths import on_end
     from maxbatch.plan.batch import BatchPlan
     from maxbatch.runs.sessions import end_killed_session
     from maxbatch.system.storage import as_path
@@ -36,21 +36,21 @@ def run_on_simulated_hosts(command: str, args: argparse.Namespace, config: Confi
     check_hosts(num_devices, num_hosts)
     if config.recipe.is_sampled:  # else a resume need not fit the stages behind it, which the hosts know
         BatchPlan.from_config(config, num_devices, num_hosts)  # refused once, not by every host
-    on_death(lambda host: end_killed_session(as_path(config.run_dir), f"host {host} died"))
+    on_end(lambda cause, _: end_killed_session(as_path(config.run_dir), cause))
     words = [command, *args.config, "--simulate-devices", str(num_devices // num_hosts)]
     return run_hosts(words, num_hosts, partial(newest_saved, config), config.heartbeat_timeout_s)
 
 
 def run_here(config: Config, train: Callable[[Config], Outcome]) -> int:
     """Trains in this process, with the other hosts of the environment; returns the exit code."""
-    from maxbatch.parallel.deaths import on_death
+    from maxbatch.parallel.deaths import on_end
     from maxbatch.parallel.hosts import together
     from maxbatch.runs.sessions import leave_sessions
     from maxbatch.training.compile.flags import state_flags
 
     with refusing_together():
         state_flags(config.libtpu_flags, config.data_cache_dir)  # to join the other hosts starts JAX
-    on_death(lambda host: leave_sessions(f"host {host} died"))
+    on_end(leave_sessions)
     with together(report, config.heartbeat_timeout_s, config.host_wait_s, partial(newest_saved, config)):
         outcome = train(config)
     if outcome.stopped_by is None:

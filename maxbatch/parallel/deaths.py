@@ -9,12 +9,22 @@ from maxbatch.system.errors import EXIT_FAILED, EXIT_STOPPED
 # Returns the newest step that is saved; None if there is none.
 LastSaved = Callable[[], int | None]
 _RESERVE_S = 8.0  # of `heartbeat_timeout_s`: to report a dead host, and for the others to end
-_ON_DEATH: list[Callable[[int], None]] = []  # called with the host that died, before this process ends
+_ON_END: list[Callable[[str, bool], None]] = []  # called before another host's end ends this process
 
 
-def on_death(act: Callable[[int], None]) -> None:
-    """Has a function called once a host is known to have died, with its index."""
-    _ON_DEATH[:] = [act]
+def on_end(act: Callable[[str, bool], None]) -> None:
+    """Has a function called before another host's end ends this process.
+
+    Args:
+      act: takes the cause (`host 1 died`, `host 1 failed`), and whether that host refused its input.
+    """
+    _ON_END[:] = [act]
+
+
+def announce_end(cause: str, is_refusal: bool = False) -> None:
+    """Calls the function of `on_end`."""
+    for act in _ON_END:
+        act(cause, is_refusal)
 
 
 def silence_of(timeout_s: int) -> float:
@@ -24,8 +34,7 @@ def silence_of(timeout_s: int) -> float:
 
 def death_of(host: int, num_hosts: int, how: str, last_saved: LastSaved) -> tuple[str, int]:
     """Returns the message about a host that died, and the exit code of the run."""
-    for act in _ON_DEATH:
-        act(host)
+    announce_end(f"host {host} died")
     try:
         saved = last_saved()
     except Exception as error:  # the checkpoints' store may be unreachable as well

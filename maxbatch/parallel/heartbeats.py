@@ -21,8 +21,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from maxbatch.parallel.deaths import LastSaved, death_of, silence_of
+from maxbatch.parallel.deaths import LastSaved, announce_end, death_of, silence_of
 from maxbatch.parallel.jax_internals import coordination
+from maxbatch.system.errors import EXIT_INPUT
 from maxbatch.system.folding import printable
 
 POLL_S = 0.5
@@ -121,6 +122,8 @@ class Heartbeats:
             self._answered_at = time.monotonic()
             if failure and not self._reports and (failure["host"] != self._index or failure.get("is_dead")):
                 own = "" if failure.get("is_dead") else f"host {failure['host']}: "
+                if own:
+                    announce_end(f"host {failure['host']} failed", failure["code"] == EXIT_INPUT)
                 self._end(f"{own}{failure['message']}", failure["code"])
             if failure:
                 return

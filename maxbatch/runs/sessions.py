@@ -247,10 +247,14 @@ def _without(session: Session, first: int, last: float, step: int, times: Mappin
 _OPEN: list[SessionLog] = []  # of this process, with a line
 
 
-def leave_sessions(cause: str) -> None:
-    """Writes the last lines of the sessions of this process, which is about to end, on any thread."""
+def leave_sessions(cause: str, is_refusal: bool = False) -> None:
+    """Writes the last lines of the sessions of this process, which is about to end, on any thread.
+
+    Args:
+      is_refusal: whether the start is refused; one that trained nothing then leaves no line.
+    """
     for log in list(_OPEN):
-        writer = threading.Thread(target=log.leave, args=(cause,), name="maxbatch-session-end", daemon=True)
+        writer = threading.Thread(target=log.leave, args=(cause, is_refusal), name="maxbatch-session-end", daemon=True)
         writer.start()
         writer.join(_END_WAIT_S)  # a store may not answer, and the thread that trains may hold the log
 
@@ -313,8 +317,7 @@ class SessionLog:
             return
         if error is not None:
             self.end_by("SIGINT" if isinstance(error, KeyboardInterrupt) else "error")
-        trained = self._own.first_step is not None and self._own.first_step <= (self._own.last_step or 0)
-        self._is_withdrawn = self._is_withdrawn or (isinstance(error, ConfigError) and not trained)
+        self._is_withdrawn = self._is_withdrawn or (isinstance(error, ConfigError) and not self._has_trained)
         with contextlib.suppress(*((ConfigError, TrainingError, OSError) if error else ())):
             self._write()
 
@@ -328,10 +331,15 @@ class SessionLog:
         with self._lock:
             self._own = self._own._replace(ended_by=cause)
 
-    def leave(self, cause: str) -> None:
+    @property
+    def _has_trained(self) -> bool:
+        return self._own.first_step is not None and self._own.first_step <= (self._own.last_step or 0)
+
+    def leave(self, cause: str, is_refusal: bool = False) -> None:
         """Writes the last line of a session whose process is about to end, on any thread."""
         if self._writes:
             self.end_by(cause)
+            self._is_withdrawn = self._is_withdrawn or (is_refusal and not self._has_trained)
             with contextlib.suppress(ConfigError, TrainingError, OSError):  # the next start completes the line
                 self._write()
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import NoReturn
 
 import pytest
 
+from maxbatch.parallel import deaths, heartbeats
 from maxbatch.parallel.deaths import death_of, silence_of
 from maxbatch.parallel.heartbeats import backstop_of
 from maxbatch.system.cpu_devices import variables_of_host
@@ -141,6 +145,38 @@ def test_a_silence_leaves_time_to_end_and_jaxs_own_heartbeats_come_later() -> No
     for timeout_s in (10, 15, 30, 300):
         assert timeout_s / 2 <= silence_of(timeout_s) <= timeout_s - 5
         assert backstop_of(timeout_s) > timeout_s
+
+
+class Left(BaseException):
+    """The end of the process."""
+
+
+@pytest.mark.parametrize(("code", "is_refusal"), [(1, False), (2, True)])
+def test_the_first_host_records_that_another_one_failed(
+    code: int, is_refusal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Store:
+        def key_value_set(self, *_: object, **__: object) -> None:
+            pass
+
+        def key_value_dir_get(self, _: str) -> list[tuple[str, str]]:
+            return []
+
+        def key_value_try_get(self, _: str) -> str:
+            return json.dumps({"host": 1, "message": "its disk is full", "code": code})
+
+    def left(code: int, is_first: bool) -> NoReturn:
+        raise Left
+
+    ends: list[tuple[str, bool]] = []
+    monkeypatch.setattr(deaths, "_ON_END", [])
+    monkeypatch.setattr(heartbeats, "coordination", lambda: SimpleNamespace(process_id=0, num_processes=2))
+    monkeypatch.setattr(heartbeats, "leave", left)
+    monkeypatch.setattr(heartbeats, "POLL_S", 0.01)
+    deaths.on_end(lambda cause, is_refusal: ends.append((cause, is_refusal)))
+    with pytest.raises(Left):
+        heartbeats.Heartbeats(Store(), "here:1", TIMEOUT_S, lambda: None)._talk()
+    assert ends == [("host 1 failed", is_refusal)]
 
 
 def test_the_exit_code_depends_on_a_checkpoint() -> None:

@@ -188,7 +188,15 @@ def test_a_session_records_what_ended_it_its_versions_and_its_command(tmp_path: 
         with SessionLog(folder, time.time(), 1, 1, True, *facts):
             leave_sessions("host 1 died")
             assert read_sessions(tmp_path)[-1].ended_by == "host 1 died"
-    assert [found.ended_by for found in read_sessions(tmp_path)] == ["done", "error", "host 1 died"]
+        assert [found.ended_by for found in read_sessions(tmp_path)] == ["done", "error", "host 1 died"]
+        for trains in (True, False):
+            with SessionLog(folder, time.time(), 1, 1, True, *facts) as log:
+                if trains:
+                    log.stand_at(0)
+                    log.record(1)
+                leave_sessions("host 1 failed", is_refusal=True)
+                ends = [found.ended_by for found in read_sessions(tmp_path)]
+                assert ends == ["done", "error", "host 1 died", "host 1 failed"], "a refused start leaves no line"
 
 
 def test_what_ended_a_killed_run_is_recorded_by_who_saw_it(tmp_path: Path) -> None:
