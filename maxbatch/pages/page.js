@@ -160,6 +160,16 @@
     });
   }
 
+  // Ticks as people write them: 0.0001 and 3e-7 on a logarithmic axis too, where the library's have one count of decimals.
+  function plainTicks() {
+    const formatter = new Bokeh.BasicTickFormatter({ power_limit_low: -4, power_limit_high: 6 });
+    const format = formatter.doFormat.bind(formatter);
+    formatter.doFormat = (ticks, options) => ticks.some((tick) => Math.abs(tick) >= 1e5)
+      ? format(ticks, options)
+      : ticks.map((tick) => Number(tick.toPrecision(9)).toString().replace("-", "\u2212"));
+    return formatter;
+  }
+
   function emptyPlot({ x, y, isPanel = false, areLarge = false }) {
     const ranges = {};
     if (isPanel) ranges.x_range = new Bokeh.Range1d({ ...zoom, reset_start: whole.start, reset_end: whole.end });
@@ -181,7 +191,7 @@
       // Stages that follow one another closely have ticks whose labels would lie over each other.
       if (Bokeh.NoOverlap) side.major_label_policy = new Bokeh.NoOverlap();
       if (ticks?.length) side.ticker = grid.ticker = new Bokeh.FixedTicker({ ticks });
-      if (kind !== "category") side.formatter = new Bokeh.BasicTickFormatter({ power_limit_low: -4, power_limit_high: 6 });
+      if (kind !== "category") side.formatter = plainTicks();
     }
     plot.toolbar.logo = null;
     plot.toolbar.autohide = true;

@@ -60,9 +60,8 @@ class Page:
         """
         self._runs, self._units = list(runs), units
         buttons = "".join(_button("axis", axis, axis, axis == AXES[0]) for axis in AXES)
-        names = "".join(
-            f"<span>{_swatch(i)}{html.escape(run.name)}</span>" for i, run in enumerate(runs) if len(runs) > 1
-        )
+        names = "".join(f"<span>{_swatch(i)}{html.escape(run.name)}</span>" for i, run in enumerate(runs))
+        names = f'<div class="names">{names}</div>' if len(runs) > 1 else ""
         slider = '<input type="range" id="smoothing" min="0" max="10" value="0"><output>off</output>'
         hint = '<span class="hint">drag to zoom, double-click to zoom out</span>'
         self._body.append(f'<nav class="axes">against {buttons}<label>smoothing {slider}</label>{names}{hint}</nav>')

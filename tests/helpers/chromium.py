@@ -26,7 +26,7 @@ _PROBE = """
 """
 
 
-def ask(page: Path, script: str, dark: bool = False, served_at: str = "") -> tuple[Any, list[str]]:
+def ask(page: Path, script: str, dark: bool = False, served_at: str = "", width: int = 1400) -> tuple[Any, list[str]]:
     """Open a page, wait until it is drawn and run the body of an async function in it.
 
     Args:
@@ -34,6 +34,7 @@ def ask(page: Path, script: str, dark: bool = False, served_at: str = "") -> tup
       script: the body of the function.
       dark: whether the reader prefers dark pages.
       served_at: the address of a server of the page's folder on 127.0.0.1; "": the page is opened as a file.
+      width: of the window, in pixels; at least 500.
 
     Returns:
       What it returned, and every line that the page wrote to the console.
@@ -48,7 +49,7 @@ def ask(page: Path, script: str, dark: bool = False, served_at: str = "") -> tup
         [
             chromium, "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
             "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1", f"--user-data-dir={page.parent / 'chromium'}",
-            f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1400,1000",
+            f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--window-size={width},1000",
             "--enable-logging=stderr", "--virtual-time-budget=60000", "--dump-dom", address,
         ],
         capture_output=True, text=True, timeout=300,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from maxbatch.cli import main
 from maxbatch.commands.report.command import make_page
 from maxbatch.pages.page import AXES, Page
-from maxbatch.pages.plots import heat_map, loss_against_batch
+from maxbatch.pages.plots import Axis, Figure, Series, heat_map, loss_against_batch
+from maxbatch.runs.run_folder import SESSIONS_FILE
+from maxbatch.runs.sessions import Session, TimePart
 from tests.helpers.chromium import ask
 from tests.helpers.command import Hold, maxbatch, recorded, start
 from tests.helpers.processes import wait_for
@@ -183,6 +186,30 @@ def test_nothing_overflows_a_narrow_screen_and_no_number_is_torn(width: int) -> 
     """
     (torn, wide), console = ask(Path("page.html").resolve(), script % (width, width))
     assert (torn, wide, console) == ([], [], [])
+
+
+@pytest.mark.runs
+def test_ticks_are_plain_numbers_and_a_table_of_sessions_fits_a_tablet() -> None:
+    write_run(Path("a"), 30)
+    parts = {part.value: 0.0 for part in TimePart} | {"updates_kept": 39000.0, "since_session_before": 14400.0}
+    sessions = [
+        Session(1.7e9 + 1e5 * i, 1.7e9 + 1e5 * i + 39000, 4, 128, 30 * i + 1, 30 * i + 30, parts) for i in (0, 1)
+    ]
+    (Path("a") / SESSIONS_FILE).write_text("".join(json.dumps(session.to_json()) + "\n" for session in sessions))
+    page = make_page([Path("a")])
+    rates = [2e-7, 1e-5, 1e-4, 1e-3, 0.03]
+    page.figures([Figure("sampled", Axis("rate", "log"), Axis("loss"),
+                         (Series("", "dots", "#123456", rates, [3.0, 2.9, 2.8, 2.9, 3.1], [""] * 5),))])  # fmt: skip
+    page.write(Path("page.html"))
+    script = """
+    const plots = [...document.querySelectorAll(".plot")].map((box) => box.plot);
+    const axis = plots[plots.length - 1].below[0];
+    const scrolling = [...document.querySelectorAll(".scroll")].filter((box) => box.scrollWidth > box.clientWidth + 1);
+    const ticks = axis.formatter.doFormat([1e-7, 1e-4, 0.1, 0.30000000000000004, 2], { loc: 0 });
+    return [ticks, scrolling.map((box) => box.textContent), document.documentElement.scrollWidth <= innerWidth];
+    """
+    found, console = ask(Path("page.html").resolve(), script, width=800)
+    assert (found, console) == ([["1e\u22127", "0.0001", "0.1", "0.3", "2"], [], True], [])
 
 
 @pytest.mark.runs
