@@ -82,6 +82,7 @@ from maxbatch.training.update.optimizers import AT_REST, OptimizerMaker
 from maxbatch.training.update.recipe import TrainedRecipe
 from maxbatch.training.update.state import TrainState, adapted_shapes, compile_adapting, init_opt_state
 from maxbatch.training.weights.checkpoint_reading import StoredCheckpoint
+from maxbatch.training.weights.origin import Source
 
 CONFIGURED = Parts()  # all of it the config's
 
@@ -456,7 +457,9 @@ class BuiltPretraining:
         """Returns the state that `load_full_state_path` names; None if it is empty."""
         if not self.opened.context.config.load_full_state_path:
             return None
-        source = self.start.parameters.origin.source()
+        return self.start.parameters.origin.read_from(self._full_state_of)
+
+    def _full_state_of(self, source: Source) -> TrainState:
         if isinstance(source, MaxTextCheckpoint):
             return state_taken_over(self.opened.context.config.model, source, self.planned.abstract)
         assert isinstance(source, StoredCheckpoint), "it is opened as a checkpoint"

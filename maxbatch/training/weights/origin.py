@@ -7,9 +7,11 @@ pinned content works.
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Protocol, TypeVar
 
 from maxbatch.config.config import Config
 from maxbatch.config.sections import ModelConfig
@@ -21,8 +23,9 @@ from maxbatch.runs.best_checkpoint import find_best, names_best
 from maxbatch.runs.position import CheckpointRecord, Origin, is_committed, last_saved
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.storage import AnyPath, as_path
-from maxbatch.training.weights.checkpoint_reading import Adapting, is_checkpoint
+from maxbatch.training.weights.checkpoint_reading import Adapting, RemovedError, is_checkpoint
 
+T = TypeVar("T")
 Reader = Callable[[State], State]  # (shapes, types and shardings) -> parameters
 
 
@@ -83,17 +86,13 @@ def open_origin(
     """
     stated = f"{key}={shown(repr(path))}"
     step = pin.step if pin else broadcast(lambda: _named_step(path))
-    place = path
-    if step is not None and (checkpoints := _checkpoints_of(path)) is not None:
-        folder = checkpoints / str(step)
-        if not (folder.is_dir() and is_committed(folder)):
-            held = f"{whose} started from it" if pin else "the first host has it"
-            raise ConfigError(
-                f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps only its newest ones "
-                "(max_num_checkpoints_to_keep): put that checkpoint back, or name a copy of it"
-            )
-        place = str(folder)
-    source = open_at(place)
+    checkpoints = None if step is None else _checkpoints_of(path)
+    if step is None or checkpoints is None:
+        source = open_at(path)
+    else:
+        held = f"{whose} started from it" if pin else "the first host has it"
+        newest = partial(_named_step, path) if pin is None else lambda: None
+        source = _open_step(open_at, checkpoints, step, newest, stated, held)
     _refuse_different(stated, gather([type(source).__name__, source.step]))
     identity = source.identity_like(pin.identity) if pin else source.identity
     _refuse_different(stated, gather(identity))
@@ -105,6 +104,26 @@ def open_origin(
         )
     origin = broadcast(lambda: Origin(key, path, identity, source.step))
     return source, Origin(*origin)
+
+
+def _open_step(
+    open_at: OpenSource, checkpoints: AnyPath, step: int, newest: Callable[[], int | None], stated: str, held: str
+) -> Source:
+    """Opens a run's checkpoint of a step, or a newer one if its run removes that one meanwhile; all hosts call it."""
+    while True:
+        folder, source = checkpoints / str(step), None
+        if folder.is_dir() and is_committed(folder):
+            with contextlib.suppress(RemovedError):
+                source = open_at(str(folder))
+        if all(gather(source is not None)) or (newer := broadcast(newest)) in (None, step):
+            break
+        step = newer
+    if source is None:
+        raise ConfigError(
+            f"{stated}: has no checkpoint of step {step}, and {held}; a run keeps only its newest ones "
+            "(max_num_checkpoints_to_keep): put that checkpoint back, or name a copy of it"
+        )
+    return source
 
 
 def _refuse_different(stated: str, found: list[object]) -> None:
@@ -153,6 +172,7 @@ class RunOrigin:
         self._is_resumed = record is not None
         self._old_base = record.old_base if record else None
         self._source: Source | None = None
+        self._has_read = False
         if record is not None:
             self.pin = record.origin
         else:
@@ -189,3 +209,35 @@ class RunOrigin:
             if pin:
                 self.pin = pin
         return self._source
+
+    def read_from(self, read: Callable[[Source], T]) -> T:
+        """Returns what a function reads from the source; all hosts call it.
+
+        If the run that wrote the source trains on, and removes it before anything was read, its newest checkpoint is
+        the source instead.
+
+        Raises:
+          ConfigError: the source was removed, and this run started from it.
+        """
+        while True:
+            source = self.source()
+            assert source is not None, "the parameters are not made"
+            try:
+                value = read(source)
+            except RemovedError as error:
+                self._take_newer(source, error)
+            else:
+                self._has_read = True
+                return value
+
+    def _take_newer(self, removed: Source, error: RemovedError) -> None:
+        stated = f"{self._key}={shown(repr(self._path))}"
+        if self._is_resumed or self._has_read:
+            raise ConfigError(
+                f"{stated}: its run removed the checkpoint of step {removed.step} while it was read, and the run in "
+                f"run_dir={self._run_dir} started from it; put that checkpoint back, or name a copy of it"
+            ) from error
+        if broadcast(lambda: _named_step(self._path)) in (None, removed.step):
+            raise error
+        self._source = self.pin = None
+        warn(f"{removed}: its run removed it while it was read; {self.source()} is read instead")

@@ -151,7 +151,7 @@ class FirstParameters:
 
     def __init__(self, origin: RunOrigin, config: ModelConfig) -> None:
         self.origin, self._config = origin, config
-        self._read: Reader | None = None
+        self._opened: tuple[Source, Reader] | None = None
 
     def open(self, abstract_params: State) -> Reader | None:
         """Returns a function that reads them; None if they are made.
@@ -159,9 +159,16 @@ class FirstParameters:
         Args:
           abstract_params: shapes and shardings of the model's parameters.
         """
-        if self._read is None and (source := self.origin.source()):
-            self._read = open_parameters(source, self._config, abstract_params)
-        return self._read
+        if (source := self.origin.source()) is None:
+            return None
+
+        def reader_of(source: Source) -> Reader:
+            if self._opened is None or self._opened[0] is not source:
+                self._opened = source, open_parameters(source, self._config, abstract_params)
+            return self._opened[1]
+
+        reader_of(source)
+        return lambda part: self.origin.read_from(lambda source: reader_of(source)(part))
 
 
 def placed(params: State, where: Mesh | jax.Device) -> State:

@@ -19,9 +19,10 @@ from maxbatch.rl.learner import Learner
 from maxbatch.runs.position import CheckpointRecord, committed_steps, read_record
 from maxbatch.system.errors import ConfigError
 from maxbatch.training.pretraining import train
+from maxbatch.training.update.state import abstract_model
 from maxbatch.training.weights import origin
 from maxbatch.training.weights.origin import open_origin
-from maxbatch.training.weights.parameters import open_source
+from maxbatch.training.weights.parameters import FirstParameters, open_source, placed
 from tests.helpers.huggingface_folders import WIDTH, tiny_llama_tensors, write_folder
 from tests.helpers.parameters import load_parameters
 from tests.helpers.policies import train as train_policy
@@ -105,6 +106,47 @@ def test_a_base_that_is_not_what_it_was_is_named_before_anything_is_written(
         train(one_layer_config(*RUN, f"run_dir={run_dir}", "steps=2", *lora(own)), ONE)
     assert "\n" not in str(error.value) and str(own) in str(error.value)
     assert (run_dir / "config.yml").read_text() == before
+
+
+@pytest.mark.runs
+def test_a_start_whose_source_trains_on_takes_the_newest_checkpoint_until_it_has_read_one(
+    base: Path, adapted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (own,) = copies(tmp_path, base)
+    there, away = own / "checkpoints", tmp_path / "away"
+    config = one_layer_config(*RUN)
+    abstract = placed(abstract_model(config.decoder)[1], ONE[0])
+    expected = {step: leaves(open_source(there / str(step)).open(config.model, abstract)(abstract)) for step in (2, 3)}
+    away.mkdir()
+    for step in ("1", "2", "3"):
+        (there / step).rename(away / step)
+
+    def train_on(step: int) -> None:
+        """As the run that keeps one checkpoint."""
+        shutil.rmtree(there)
+        shutil.copytree(away / str(step), there / str(step))
+
+    train_on(1)
+    first = origin.RunOrigin(open_source, "load_parameters_path", str(own), tmp_path / "run", None)
+    read = FirstParameters(first, config.model).open(abstract)
+    assert read is not None and first.pin is not None and first.pin.step == 1
+    train_on(2)
+    for x, y in zip(leaves(read(abstract)), expected[2], strict=True):
+        np.testing.assert_array_equal(x, y)
+    assert first.pin.step == 2
+    assert "/checkpoints/1: its run removed it while it was read; " in capsys.readouterr().err
+    train_on(3)
+    with pytest.raises(ConfigError, match=r"removed the checkpoint of step 2 while it was read, and the run in run_di"):
+        read(abstract)
+    steps = iter([2, 3, None, None])
+    monkeypatch.setattr(origin, "_named_step", lambda _: next(steps))
+    late = origin.RunOrigin(open_source, "load_parameters_path", str(own), tmp_path / "run", None)
+    assert late.source() is not None and late.pin is not None and late.pin.step == 3
+    named = origin.RunOrigin(open_source, "load_parameters_path", str(there / "3"), tmp_path / "run", None)
+    read = FirstParameters(named, config.model).open(abstract)
+    shutil.rmtree(there / "3")
+    with pytest.raises(ConfigError, match="checkpoints/3: its run removed it while it was read"):
+        read(abstract)
 
 
 def test_a_resume_that_needs_no_source_starts_without_it(base: Path, tmp_path: Path) -> None:
@@ -227,7 +269,8 @@ def test_hosts_with_different_models_are_refused_by_key(
 ) -> None:
     folder = write_folder(tmp_path / "model")
     for path, kind in ((folder, ["HuggingFaceFolder", None]), (base, ["StoredCheckpoint", committed_steps(base)[0]])):
-        for answers in ([[kind], ["another"]], [[["StoredCheckpoint", 77]]]):
+        opened = [[True]] if path is base else []
+        for answers in ([*opened, [kind], ["another"]], [*opened, [["StoredCheckpoint", 77]]]):
             Pod(monkeypatch, answers)
             with pytest.raises(ConfigError, match=r"load_parameters_path='.*hosts have different models .*host 1 dif"):
                 open_origin(open_source, "load_parameters_path", str(path), None, None, "the run")
