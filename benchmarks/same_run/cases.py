@@ -29,6 +29,7 @@ class Case:
       updates: their number.
       checked: whether CI repeats it.
       trainer: of transformers or TRL, the class.
+      taken_over: updates of theirs after which ours goes on with their checkpoint; 0: ours begins with their start.
       num_rows: of the data; None: as many as the updates read.
     """
 
@@ -41,6 +42,7 @@ class Case:
     updates: int = 20
     checked: bool = False
     trainer: str = ""
+    taken_over: int = 0
     num_rows: int | None = None
 
 
@@ -127,8 +129,29 @@ CASES = {
         "`Trainer`, linear, warm-up, decay", "Trainer", warmup_steps=3, weight_decay=0.1, rows="full", checked=True
     ),
     "trl_dpo": _trl("`DPOTrainer`", "DPOTrainer", learning_rate=1e-3, max_length=32, checked=True),
+    "trainer_cosine": _trl(
+        "`Trainer`, `cosine`, masked labels", "Trainer", lr_scheduler_type="cosine", warmup_steps=3, rows="masked"
+    ),
+    "trainer_constant": _trl(
+        "`Trainer`, `constant_with_warmup`, 2 passes of padded rows", "Trainer", rows="padded",
+        lr_scheduler_type="constant_with_warmup", warmup_steps=3, weight_decay=0.1, per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+    ),
+    "trainer_epochs": _trl(
+        "`Trainer`, 3 epochs of 26 rows in batches of 4", "Trainer", rows="full", num_train_epochs=3, num_rows=26,
+        differs="`num_train_epochs`: the last batch of an epoch has the 2 rows that are left; here batches go on into "
+        "the next epoch",
+    ),
+    "trl_sft": _trl(
+        "`SFTTrainer`, completions alone", "SFTTrainer", learning_rate=1e-3, max_length=32, packing=False,
+        completion_only_loss=True,
+    ),
     "maxtext_mixtral_masked": _maxtext(
         "mixtral, balance loss, 2 passes of unequal tokens", "mixtral", *_BALANCED, rows="masked",
+        differs="`gradient_accumulation_steps`: a pass's balance loss is weighted by its trained tokens",
+    ),
+    "maxtext_taken_over": _maxtext(
+        "llama2, taken over after 11 of 20 updates", "llama2", "checkpoint_period=10", taken_over=11,
     ),
     "maxtext_llama2_wsd": _maxtext(
         "llama2, layers not scanned, wsd of odd lengths, `learning_rate_schedule_steps`, 2 passes of unequal tokens",
@@ -144,5 +167,6 @@ CASES = {
     "maxtext_deepseek": _maxtext("deepseek", "deepseek", *_DEEPSEEK),
     "maxtext_gemma3": _maxtext(
         "gemma3", "gemma3", "model_name=gemma3-4b", "base_num_decoder_layers=6", "sliding_window_size=8",
+        differs="`decoder_block`: the embedding holds √base_emb_dim times ours, and norms 1 + ours",
     ),
 }  # fmt: skip

@@ -65,13 +65,11 @@ def differences(
     ours: Sequence[Update], theirs: Sequence[Update], start: Arrays, our_end: Arrays, their_end: Arrays,
     squares: Arrays | None,
 ) -> Differences:  # fmt: skip
-    """Compares two runs.
+    """Compares two runs, and their updates as far as both go.
 
     Args:
       squares: Adam's second moments of their run; where their root is within rounding of zero, an entry is left out.
     """
-    if len(ours) != len(theirs):
-        raise ValueError(f"{len(ours)} updates of ours and {len(theirs)} of theirs")
     peak = max(update.rate for update in theirs)
     arrays, left_out = {}, 0
     typical = np.sqrt(np.mean([np.mean(square) for square in squares.values()])) if squares else 0.0
@@ -85,9 +83,9 @@ def differences(
         changed = _norm((their_end[name] - begun)[counted])
         arrays[name] = difference / changed if changed else (np.inf if difference else 0.0)
     return Differences(
-        max(abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours, theirs, strict=True)),
-        max(abs(a.grad_norm - b.grad_norm) / b.grad_norm for a, b in zip(ours, theirs, strict=True)),
-        max(abs(a.rate - b.rate) for a, b in zip(ours, theirs, strict=True)) / peak,
+        max(abs(a.loss - b.loss) / abs(b.loss) for a, b in zip(ours, theirs, strict=False)),
+        max(abs(a.grad_norm - b.grad_norm) / b.grad_norm for a, b in zip(ours, theirs, strict=False)),
+        max(abs(a.rate - b.rate) for a, b in zip(ours, theirs, strict=False)) / peak,
         arrays,
         left_out,
     )

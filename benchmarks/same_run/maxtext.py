@@ -42,17 +42,22 @@ def train_both(case: Case, python: Path, folder: Path, updates: int, seed: int) 
     run([python, "-P", _PROGRAM, folder / "rows.npz", folder / "start", *texts, *places], folder / "maxtext.log")
 
     length = f"max_target_length={case.length + 1}"
-    our_run = ours.train(
-        folder / "imported.yml", folder / "ours", _as_ours(rows), [length, f"load_parameters_path={folder}/start/0"]
-    )
+    if case.taken_over:
+        begins = folder / "theirs" / "checkpoints" / str(case.taken_over - 1)
+        begin = [f"load_full_state_path={begins}", f"global_batch_size={batch}"]
+    else:
+        begins = folder / "start" / "0"
+        begin = [f"load_parameters_path={begins}"]
+    our_run = ours.train(folder / "imported.yml", folder / "ours", _as_ours(rows), [length, *begin])
     model, state = our_run.config.model, ours.abstract(our_run.config)
-    start = MaxTextCheckpoint(folder / "start" / "0").open(model, state.params)(state.params)
+    start = MaxTextCheckpoint(begins).open(model, state.params)(state.params)
     end = MaxTextCheckpoint(folder / "theirs")
     squares = None
     if case.settings.get("opt_type", "adamw") == "adamw":
         squares = ours.squares_of(end.read_state(model, state.params, state.opt_state)[1])
     our_end = ours.end_of(our_run, state.params)
-    theirs = [_update(json.loads(line)) for line in (folder / "theirs.jsonl").read_text().splitlines()]
+    lines = (folder / "theirs.jsonl").read_text().splitlines()
+    theirs = [_update(json.loads(line)) for line in lines[case.taken_over :]]
     their_end = ours.arrays_of(end.open(model, state.params)(state.params))
     return Pair(our_run.updates, theirs, ours.arrays_of(start), our_end, their_end, squares, texts)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from datetime import date
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from benchmarks.same_run.cases import CASES, Case
-from benchmarks.same_run.figures import Differences, Tolerances
+from benchmarks.same_run.figures import Differences, Tolerances, Update
 from benchmarks.same_run.run_pair import Pair
 
 FOLDER = Path(__file__).parent / "results"
@@ -29,8 +30,8 @@ def write(name: str, pair: Pair, found: Differences, versions: Mapping[str, str]
         "left_out": found.left_out,
         "arrays": {array: _short(ratio) for array, ratio in found.arrays.items()},
         "updates": [
-            {figure: [getattr(ours, figure), getattr(theirs, figure)] for figure in ours._fields}
-            for ours, theirs in zip(pair.ours, pair.theirs, strict=True)
+            {figure: [getattr(ours, figure, None), getattr(theirs, figure, None)] for figure in Update._fields}
+            for ours, theirs in zip_longest(pair.ours, pair.theirs)
         ],
     }
     lines = json.dumps(result, indent=1).replace("[\n   ", "[").replace(",\n    ", ", ").replace("\n   ]", "]")

@@ -82,12 +82,18 @@ class TextConfig(DecoderConfig):
     mesh: MeshConfig
 
 
+class ModelOptimizerConfig(OptimizerConfig):
+    """Keys of the optimizer, and the model's family: MaxText's names of its parameters are searched by `adamw_mask`."""
+
+    decoder_block: str
+
+
 class UpdateConfig(DecoderConfig):
     """Keys of the decoder, mesh, adapters and optimizer."""
 
     mesh: MeshConfig
     adapters: AdapterConfig
-    optimizer: OptimizerConfig
+    optimizer: ModelOptimizerConfig
 
 
 class ProgramsConfig(UpdateConfig):

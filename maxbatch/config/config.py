@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 from maxbatch.config.combined import (
     DecoderConfig,
     LearnerConfig,
+    ModelOptimizerConfig,
     PlanConfig,
     ProgramsConfig,
     PromptConfig,
@@ -27,7 +28,6 @@ from maxbatch.config.sections import (
     EvaluationConfig,
     MeshConfig,
     ModelConfig,
-    OptimizerConfig,
     PreferenceConfig,
     RatesConfig,
     RematConfig,
@@ -64,7 +64,7 @@ class Config(AllKeys):
     model, decoder, text = PartOf(ModelConfig), PartOf(DecoderConfig), PartOf(TextConfig)
     mesh, remat, adapters = PartOf(MeshConfig), PartOf(RematConfig), PartOf(AdapterConfig)
     update, programs, evaluation = PartOf(UpdateConfig), PartOf(ProgramsConfig), PartOf(EvaluationConfig)
-    rates, optimizer, preferences = PartOf(RatesConfig), PartOf(OptimizerConfig), PartOf(PreferenceConfig)
+    rates, optimizer, preferences = PartOf(RatesConfig), PartOf(ModelOptimizerConfig), PartOf(PreferenceConfig)
     rl, prompting = PartOf(RLConfig), PartOf(PromptConfig)
     checkpoint = PartOf(CheckpointConfig)
     rollout, learner = PartOf(RolloutConfig), PartOf(LearnerConfig)

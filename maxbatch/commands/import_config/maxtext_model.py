@@ -18,6 +18,10 @@ _NORMALISING = tuple(
     name for name, family in FAMILIES.items() if family.always_normalises and not family.has_experts_beside_mlp
 )
 _ACTIVATIONS = KEYS["mlp_activations"].choices
+_GEMMA_IS_STORED = (
+    "its embedding holds sqrt(base_emb_dim) times ours there and its norms 1 + ours, so an optimizer moves and decays "
+    "them differently"
+)
 _DEFAULTS = {
     "base_emb_dim": "2048", "base_num_query_heads": "16", "base_num_kv_heads": "16", "base_mlp_dim": "7168",
     "base_num_decoder_layers": "16", "head_dim": "128", "vocab_size": "32000", "logits_via_embedding": "false",
@@ -67,7 +71,8 @@ def _no_family(t: Translation, word: str) -> None:
 def _pattern(t: Translation, word: str) -> None:
     """Takes a block with a fixed pattern of windows, which attention_type does not state in MaxText."""
     block = t.text(word)
-    t.map(word, decoder_block=block, attention_type=FAMILIES[block].attention_type)
+    why = _GEMMA_IS_STORED if block in ("gemma2", "gemma3") else ""
+    t.map(word, why, decoder_block=block, attention_type=FAMILIES[block].attention_type)
 
 
 def _double_layers(t: Translation, _: str) -> None:

@@ -8,12 +8,13 @@ https://github.com/AI-Hypercomputer/maxtext).
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from maxbatch.config.cycle import cycle_length
 from maxbatch.config.matrices import (
     DENSE_LAYERS,
+    LAYERS,
     Parameter,
     ParameterPath,
     first_layer,
@@ -192,6 +193,29 @@ def places_of(model: ModelConfig, available: Container[str]) -> dict[ParameterPa
         if place := _place(model, family, row, available):
             places[row.path] = place
     return places
+
+
+def scanned_name(path: Sequence[str], decoder_block: str) -> str | None:
+    """Returns MaxText's name of a parameter in scanned layers; None if there is none.
+
+    Families whose names we don't know have those of llama's layers.
+
+    Args:
+      path: the parameter's path here.
+    """
+    family = FAMILIES_OF_MAXTEXT.get(decoder_block, _LLAMA)
+    if path[0] not in (LAYERS, DENSE_LAYERS):
+        return _OUTSIDE.get(".".join(path))
+    place = next((int(name) for name in path[1:2] if name.isdigit()), 0)
+    within = ".".join(name for name in path[1:] if not name.isdigit())
+    is_dense = path[0] == DENSE_LAYERS
+    name = ((family.dense if is_dense else family.layer) or {}).get(within)
+    if name is None:
+        return None
+    stack = "layers" if family.dense is None else "dense_layers" if is_dense else "moe_layers"
+    prefix = f"{stack}.layers_{place}" if family.cycle > 1 else stack
+    whole = f"decoder.{prefix}.{name}"
+    return whole.replace("{}", "global" if place % 2 else "local") if family.alternates else whole
 
 
 def _place(model: ModelConfig, family: MaxTextFamily, row: Parameter, available: Container[str]) -> Place | None:

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 import optax
 import optax.contrib
 
+from maxbatch.config.combined import ModelOptimizerConfig
 from maxbatch.config.matrices import DENSE_LAYERS, KV_SHARED_LAYERS, LAYERS, MATRICES
-from maxbatch.config.sections import OptimizerConfig
 from maxbatch.config.values import in_brackets
 from maxbatch.parallel.trees import KeyPath, Tree
 from maxbatch.plan.update_settings import UpdateSettings
@@ -34,7 +34,7 @@ class OptimizerMaker(Protocol):
 
 
 def make_optimizer(
-    config: OptimizerConfig, settings: UpdateSettings, has_experts: bool = False, own: OptimizerMaker | None = None
+    config: ModelOptimizerConfig, settings: UpdateSettings, has_experts: bool = False, own: OptimizerMaker | None = None
 ) -> optax.GradientTransformation:
     """Makes the optimizer of `opt_type`, or a user's, with one update's settings.
 
@@ -75,7 +75,7 @@ def make_optimizer(
 AT_REST = UpdateSettings(0.0)
 
 
-def _decayed(config: OptimizerConfig, decay: jax.typing.ArrayLike) -> optax.GradientTransformation:
+def _decayed(config: ModelOptimizerConfig, decay: jax.typing.ArrayLike) -> optax.GradientTransformation:
     """Adds the weight decay of each parameter; Muon's matrices may have one of their own."""
     decays = partial(_is_decayed, config)
     if config.opt_type != "muon" or config.muon_weight_decay is None:
@@ -98,7 +98,7 @@ class HalvedState(NamedTuple):
 
 
 def _with_half_lives(
-    config: OptimizerConfig, settings: UpdateSettings, has_experts: bool
+    config: ModelOptimizerConfig, settings: UpdateSettings, has_experts: bool
 ) -> optax.GradientTransformation:
     """Makes a direction whose moments halve in the stated tokens at any batch.
 
@@ -122,7 +122,7 @@ def _with_half_lives(
 
 
 def _directed(
-    config: OptimizerConfig, b1: jax.Array, b2: jax.Array, halvings: jax.Array, total: jax.Array, has_experts: bool
+    config: ModelOptimizerConfig, b1: jax.Array, b2: jax.Array, halvings: jax.Array, total: jax.Array, has_experts: bool
 ) -> optax.GradientTransformation:
     """Returns `opt_type`'s direction for an update of `halvings` per moment, `total` including previous updates."""
     if config.opt_type == "adamw":
@@ -144,7 +144,7 @@ def _directed(
 
 
 def _adam_after(
-    config: OptimizerConfig, halvings: jax.Array, total: jax.Array, nesterov: bool = False
+    config: ModelOptimizerConfig, halvings: jax.Array, total: jax.Array, nesterov: bool = False
 ) -> optax.GradientTransformation:
     """Makes Adam for an update of `halvings` per moment, `total` including previous updates.
 
@@ -175,18 +175,20 @@ def _adam_after(
     return optax.GradientTransformation(optax.scale_by_adam(mu_dtype=config.mu_dtype).init, update)
 
 
-def _root(config: OptimizerConfig, second_moment: jax.Array) -> jax.Array:
+def _root(config: ModelOptimizerConfig, second_moment: jax.Array) -> jax.Array:
     """Returns the root of a second moment, with `adam_eps_root` under it."""
     return jnp.sqrt(second_moment + config.adam_eps_root) if config.adam_eps_root else jnp.sqrt(second_moment)
 
 
-def _adam(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
+def _adam(
+    config: ModelOptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike
+) -> optax.GradientTransformation:
     """Makes Adam (Kingma and Ba 2015, https://arxiv.org/abs/1412.6980): 8 bytes of state per float32 parameter."""
     return optax.scale_by_adam(b1, b2, config.adam_eps, config.adam_eps_root, config.mu_dtype)
 
 
 def _adam_by_sde(
-    config: OptimizerConfig, b1: float, b2: float, batch_ratio: jax.typing.ArrayLike
+    config: ModelOptimizerConfig, b1: float, b2: float, batch_ratio: jax.typing.ArrayLike
 ) -> optax.GradientTransformation:
     """Makes Adam whose moments span the same samples at any batch: the square root rule of Malladi et al. 2022.
 
@@ -200,13 +202,15 @@ def _adam_by_sde(
     )
 
 
-def _lion(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
+def _lion(
+    config: ModelOptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike
+) -> optax.GradientTransformation:
     """Makes Lion (Chen et al. 2023, https://arxiv.org/abs/2302.06675): 4 bytes; without `adam_eps`."""
     return optax.scale_by_lion(b1, b2)
 
 
 def _adafactor(
-    config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike, has_experts: bool = False
+    config: ModelOptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike, has_experts: bool = False
 ) -> optax.GradientTransformation:
     """Makes Adafactor (Shazeer and Stern 2018, https://arxiv.org/abs/1804.04235) as in Zhai et al. 2021.
 
@@ -232,7 +236,9 @@ def _adafactor(
     return optax.partition(groups, _num_stacked)
 
 
-def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
+def _muon(
+    config: ModelOptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike
+) -> optax.GradientTransformation:
     """Makes Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon), momentum `muon_beta`; Adam elsewhere.
 
     Scaled to Adam's usual root mean square, 0.2 (Liu et al. 2025, https://arxiv.org/abs/2502.16982), or as
@@ -253,18 +259,20 @@ def _muon(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.Arra
     return optax.chain(muon, optax.scale(-1.0))
 
 
-def _sgd(config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike) -> optax.GradientTransformation:
+def _sgd(
+    config: ModelOptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike
+) -> optax.GradientTransformation:
     """Makes SGD with momentum `adam_b1` (Sutskever et al. 2013): 4 bytes, without `adam_b2` and `adam_eps`."""
     return optax.trace(b1)
 
 
 DIRECTIONS: dict[
-    str, Callable[[OptimizerConfig, jax.typing.ArrayLike, jax.typing.ArrayLike], optax.GradientTransformation]
+    str, Callable[[ModelOptimizerConfig, jax.typing.ArrayLike, jax.typing.ArrayLike], optax.GradientTransformation]
 ] = {"adamw": _adam, "lion": _lion, "adafactor": _adafactor, "muon": _muon, "sgd": _sgd}
 
 
 def _direction(
-    config: OptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike, has_experts: bool
+    config: ModelOptimizerConfig, b1: jax.typing.ArrayLike, b2: jax.typing.ArrayLike, has_experts: bool
 ) -> optax.GradientTransformation:
     if config.opt_type == "adafactor":  # only its state depends on it
         return _adafactor(config, b1, b2, has_experts)
@@ -294,14 +302,14 @@ def _num_stacked(parameters: Tree) -> Tree:
     return jax.tree.map_with_path(count, parameters)
 
 
-def _is_decayed(config: OptimizerConfig, parameters: Tree) -> Tree:
+def _is_decayed(config: ModelOptimizerConfig, parameters: Tree) -> Tree:
     """Returns whether each parameter has weight decay: matrices, or those whose paths no pattern is found in."""
     if config.adamw_mask is None:
         return _is_matrix(parameters)
     patterns = [re.compile(pattern) for pattern in in_brackets(config.adamw_mask)]
 
     def is_decayed(path: KeyPath, _: jax.Array) -> bool:
-        texts = searched_paths([str(name) for name in _names(path) if name is not None])
+        texts = searched_paths([str(name) for name in _names(path) if name is not None], config.decoder_block)
         return not any(pattern.search(text) for pattern in patterns for text in texts)
 
     return jax.tree.map_with_path(is_decayed, parameters)

@@ -20,8 +20,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from maxbatch.config.combined import UpdateConfig
-from maxbatch.config.sections import OptimizerConfig
+from maxbatch.config.combined import ModelOptimizerConfig, UpdateConfig
 from maxbatch.data.feed.placement import Batch
 from maxbatch.parallel.trees import State
 from maxbatch.plan.update_settings import UpdateSettings
@@ -111,7 +110,7 @@ def abstract_settings() -> UpdateSettings:
 
 
 def update(
-    config: OptimizerConfig,
+    config: ModelOptimizerConfig,
     state: TrainState,
     totals: Totals,
     settings: UpdateSettings,
@@ -170,7 +169,7 @@ def _moved(average: State | None, params: State, settings: UpdateSettings) -> St
     return moved
 
 
-def _may_overflow(config: OptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:
+def _may_overflow(config: ModelOptimizerConfig, settings: UpdateSettings) -> jax.Array | bool:
     """Returns whether a finite gradient can give a non-finite state, so that the state must be checked.
 
     The gradient's norm is finite, so its values are below 1e20, and with usual settings no optimizer's direction

@@ -553,3 +553,11 @@ def test_emergency_checkpoints_are_local_checkpoints(tmp_path: Path) -> None:
 )
 def test_queries_hold_their_scale_where_maxtexts_do(words: str, is_scaled: bool, tmp_path: Path) -> None:
     assert imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}")[0].query_weights_scaled is is_scaled
+
+
+@pytest.mark.parametrize("words", ["model_name: gemma-2b", "model_name: gemma3-1b", "decoder_block: gemma",
+                                   "decoder_block: gemma2\nsliding_window_size: 8",
+                                   "decoder_block: gemma3\nsliding_window_size: 8"])  # fmt: skip
+def test_every_gemma_names_what_its_optimizer_does_differently(words: str, tmp_path: Path) -> None:
+    fates = imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}\n")[1]
+    assert "its norms 1 + ours, so an optimizer moves" in fates[words.split(":")[0]].says

@@ -49,9 +49,33 @@ def test_muons_matrices_have_a_decay_of_their_own() -> None:
     assert decaying("opt_type=muon", "adamw_mask=[]", "muon_weight_decay=0") == {"embedding"} | NORMS
 
 
-def test_maxtexts_path_of_a_bias_is_that_of_its_kernel() -> None:
-    theirs = "params/decoder/layers/self_attention/query/bias"
-    assert searched_paths(["layers", "0", "attention", "query_bias"])[1] == theirs
+@pytest.mark.parametrize(
+    ("block", "path", "theirs"),
+    [
+        ("llama2", "layers.attention.query_bias", "decoder/layers/self_attention/query/bias"),
+        ("llama2", "layers.mlp_norm.scale", "decoder/layers/post_self_attention_layer_norm/scale"),
+        ("gemma2", "layers.1.mlp_norm.scale", "decoder/layers/pre_ffw_norm_global/scale"),
+        ("gemma3", "layers.5.attention.query", "decoder/layers/layers_5/self_attention/query/kernel"),
+        ("gpt_oss", "layers.0.experts.expert_up_bias", "decoder/layers/layers_0/GptOssMlp/wi_1_bias"),
+        ("deepseek", "dense_layers.mlp.gate", "decoder/dense_layers/mlp/wi_0/kernel"),
+        ("deepseek", "layers.experts.router", "decoder/moe_layers/DeepSeekMoeBlock_0/MoeBlock_0/gate/kernel"),
+        ("deepseek", "layers.attention.latent_norm.scale", "decoder/moe_layers/self_attention/kv_norm/scale"),
+        ("olmo3", "final_norm.scale", "decoder/decoder_norm/scale"),
+    ],
+)
+def test_patterns_are_searched_in_the_names_of_maxtexts_family(block: str, path: str, theirs: str) -> None:
+    assert searched_paths(path.split("."), block) == [path.replace(".", "/"), theirs]
+
+
+def test_a_parameter_of_an_own_model_is_searched_by_its_own_path() -> None:
+    assert searched_paths(["blocks", "0", "weight"], "llama2") == ["blocks/0/weight"]
+
+
+def test_a_mask_of_gemmas_names_is_no_mask_of_llamas() -> None:
+    mask = "adamw_mask=[pre_self_attention_norm]"
+    assert decaying(mask) == MATRICES | NORMS
+    gemma = decaying(mask, "decoder_block=gemma3", "use_qk_norm=true", "logits_via_embedding=true")
+    assert gemma == MATRICES | NORMS - {"layers/attention_norm/scale"}
 
 
 @pytest.mark.parametrize(
