@@ -60,20 +60,26 @@ def programs_on(config: Config, target: Target, plan: BatchPlan) -> tuple[Progra
 
 
 def compiled(
-    lowered: jax.stages.Lowered, target: Target, config: Config, shape: BatchShape | None, hlo: Path | None = None
+    lowered: jax.stages.Lowered,
+    target: Target,
+    config: Config,
+    shape: BatchShape | None,
+    hlo: Path | None = None,
+    name: str = "",
 ) -> Compiled:
     """Compiles a program and models its time.
 
     Args:
       shape: the batch of an update; None for another program.
       hlo: the file for the program's HLO text, if one is written.
+      name: the program's name, for `program_options`; an update needs none.
     """
     from maxbatch.config.recipes import slots_per_sample
     from maxbatch.training.compile.flags import program_options
     from maxbatch.training.compile.memory import compile_for
     from maxbatch.training.compile.modelled import Modelled, has_clock, model_time
 
-    verdict, executable = compile_for(lowered, target, program_options(config.libtpu_flags, target.devices))
+    verdict, executable = compile_for(lowered, target, program_options(config.libtpu_flags, target.devices, name))
     modelled = Modelled()
     if executable is not None and (hlo or has_clock(target)):
         text = executable.as_text() or ""
@@ -97,7 +103,7 @@ def compile_one(
     from maxbatch.training.compile.cache import without_persistent_cache
 
     with without_persistent_cache():
-        found = compiled(lowered, target, config, update and update.shape, hlo and hlo / f"{name}.hlo")
+        found = compiled(lowered, target, config, update and update.shape, hlo and hlo / f"{name}.hlo", name)
     return found._replace(modelled=found.modelled.of_samples(update.share)) if update else found
 
 

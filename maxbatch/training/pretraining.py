@@ -47,7 +47,7 @@ from maxbatch.system.cpu_devices import give_cpu_devices_threads
 from maxbatch.system.errors import ConfigError, TrainingError
 from maxbatch.system.folding import counted, folded_command
 from maxbatch.training.agreement import check_same_start
-from maxbatch.training.compile.flags import flags_in_force, state_flags
+from maxbatch.training.compile.flags import INIT, flags_in_force, state_flags
 from maxbatch.training.compile.ladder import StepLadder
 from maxbatch.training.compile.saved import SavedPrograms
 from maxbatch.training.evaluation import Evaluator, num_evaluated
@@ -63,7 +63,7 @@ from maxbatch.training.own import (
     optimizer_maker,
     task_model,
 )
-from maxbatch.training.programs import INIT, Programs, checked_mesh_shape, step_name
+from maxbatch.training.programs import Programs, checked_mesh_shape, step_name
 from maxbatch.training.record.answers import Answers, AnswersLog, Question, questions_of
 from maxbatch.training.record.own_end import OwnFeed
 from maxbatch.training.reference import (

@@ -21,15 +21,14 @@ from maxbatch.model.eight_bits import check_platform
 from maxbatch.parallel.mesh import lay_out, mesh_shape
 from maxbatch.parallel.sharding import batch_sharding
 from maxbatch.plan.mesh_shape import MeshShape
+from maxbatch.training.compile.flags import CHECKSUMS, INIT
 from maxbatch.training.evaluation import Evaluator
 from maxbatch.training.reference import ReferencePass
 from maxbatch.training.update.gradients import Objective
 from maxbatch.training.update.optimizers import OptimizerMaker
 from maxbatch.training.update.state import TrainState, abstract_state, adapted_shapes, init_state
 from maxbatch.training.update.step import abstract_settings, make_train_step
-from maxbatch.training.weights.checksums import CHECKSUMS, lower_checksums
-
-INIT = "init"
+from maxbatch.training.weights.checksums import lower_checksums
 
 
 def step_name(shape: BatchShape) -> str:

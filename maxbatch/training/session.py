@@ -181,7 +181,7 @@ class RunContext:
 
     def executable(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         """Compiles a program for the devices, with the compiler's flags of the config."""
-        return compile_here(name, lower, program_options(self.config.libtpu_flags, self.devices))
+        return compile_here(name, lower, program_options(self.config.libtpu_flags, self.devices, name))
 
     @property
     def source(self) -> tuple[str, str]:

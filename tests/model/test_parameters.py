@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
+import numpy as np
 import pytest
 from flax import nnx
 
 from maxbatch import load_config
+from maxbatch.config.cycle import cycle_of
 from maxbatch.config.families import FAMILIES
 from maxbatch.config.matrices import num_stacked, parameters
+from maxbatch.model.decoder import Decoder, DecoderLayer
 from maxbatch.model.parameters import parameter_path
+from maxbatch.parallel.sharding import unconstrained
 from maxbatch.training.update.state import abstract_model
 
 FORMS = {
@@ -74,3 +80,36 @@ def test_a_decoder_has_the_parameters_of_the_table_and_no_others(family: str, fo
         axes = [*stack, *zip(row.axes, row.shape(model), strict=True)]
         expected[row.path] = tuple(size for _, size in axes), tuple(name for name, _ in axes)
     assert found == expected
+
+
+# Sums of first values, each times the cosine of its place, by families that together have every kind of parameter.
+FIRST_VALUES = {
+    "llama2": 4.866598611796, "gpt2": 2.899186186550, "gemma4_small": 59.850368803669, "deepseek": -56.784461140343,
+    "qwen3_next": 21.948082134467,
+}  # fmt: skip
+
+
+@pytest.mark.runs
+@pytest.mark.parametrize("family", FIRST_VALUES)
+def test_a_seed_gives_the_first_values_of_every_release(family: str) -> None:
+    form = "positions" if family == "gpt2" else "plain"
+    small = ("base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "vocab_size=64")
+    config = load_config(overrides=[f"decoder_block={family}", *small, *keys_of(family, form)]).decoder
+    params = jax.jit(lambda: nnx.state(Decoder(config, rngs=nnx.Rngs(params=jax.random.key(7))), nnx.Param))()
+    leaves = [np.asarray(leaf, np.float64).ravel() for leaf in jax.tree.leaves(params)]
+    assert sum(leaf @ np.cos(np.arange(leaf.size)) for leaf in leaves) == pytest.approx(FIRST_VALUES[family], rel=1e-6)
+
+
+def test_values_of_layers_are_those_of_each_layer_alone_from_its_own_key() -> None:
+    config = load_config(
+        overrides=["base_emb_dim=32", "base_mlp_dim=48", "head_dim=8", "weight_dtype=bfloat16"]
+    ).decoder
+    layer = partial(DecoderLayer, config, "layers", cycle_of(config)[0], constrain=unconstrained)
+    stacked = nnx.state(Decoder(config, rngs=nnx.Rngs(params=7)).layers)
+    rngs = nnx.Rngs(params=7)
+    rngs.params()  # the embedding's
+    keys = jax.random.split(rngs.params(), config.base_num_decoder_layers)
+    for number, key in enumerate(keys):
+        alone = jax.tree.leaves(nnx.state(layer(rngs=nnx.Rngs(params=key))))
+        for one, of_all in zip(alone, jax.tree.leaves(stacked), strict=True):
+            np.testing.assert_array_equal(one, of_all[number])

@@ -98,6 +98,12 @@ _FLAGS_BEFORE = {
     "tpu7x": _IN_PRODUCTS | _SUMS_ON_SPARSE_CORES | _SCOPED_VMEM,
 }
 
+# Programs that run once, or once a checkpoint, without collectives worth hiding. Our flags would double or treble their
+# compilation. Small blocks of vector memory shorten it instead, at the same speed: the memory of a device bounds them.
+INIT, CHECKSUMS = "init", "checksums"
+_QUICKLY_COMPILED = frozenset({INIT, CHECKSUMS})
+_LITTLE_SCOPED_VMEM = {"--xla_tpu_scoped_vmem_limit_kib": "4096"}
+
 _ADDED_BY_JAX = "--xla_tpu_use_enhanced_launch_barrier"  # at import on a TPU machine; shapes no program
 _LONGEST_TRIAL_S = 120
 
@@ -170,21 +176,21 @@ def flags_in_force(stated: str, devices: Sequence[jax.Device]) -> str:
     return in_force
 
 
-def program_options(libtpu_flags: str, devices: Sequence[jax.Device]) -> dict[str, str]:
+def program_options(libtpu_flags: str, devices: Sequence[jax.Device], program: str = "") -> dict[str, str]:
     """Returns a program's compiler options for devices: the flags in force beyond `LIBTPU_INIT_ARGS`.
 
-    Empty without a TPU.
+    The first state and the checksums have options of their own. Empty without a TPU.
 
     Args:
       libtpu_flags: the key as `flags_in_force` returned it.
+      program: the program's name.
     """
     if _version_of(devices) is None:
         return {}
-    own = _held()
+    own, stated = _held(), _stated(libtpu_flags)
+    wanted = _LITTLE_SCOPED_VMEM if stated and program in _QUICKLY_COMPILED else stated
     return {
-        name.removeprefix("--"): "true" if value is None else value
-        for name, value in _stated(libtpu_flags).items()
-        if name not in own
+        name.removeprefix("--"): "true" if value is None else value for name, value in wanted.items() if name not in own
     }
 
 

@@ -42,10 +42,10 @@ from maxbatch.system.atomic_files import write_atomically
 from maxbatch.system.errors import ConfigError, reading, writing
 from maxbatch.system.storage import AnyPath, move_tree
 from maxbatch.training.compile.background import Background, MakeExecutable, compile_here
+from maxbatch.training.compile.flags import CHECKSUMS
 from maxbatch.training.update.state import TrainState
 from maxbatch.training.weights.checkpoint_writing import Save, remove_unfinished
 from maxbatch.training.weights.checksums import (
-    CHECKSUMS,
     array_checksums,
     combined,
     damage_of_state,

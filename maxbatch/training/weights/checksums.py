@@ -22,7 +22,6 @@ from maxbatch.runs.position import CheckpointRecord, StoredParameter
 from maxbatch.system.hashing import mixed
 from maxbatch.training.update.state import TrainState
 
-CHECKSUMS = "checksums"  # name of the compiled program
 # From the Fibonacci lattice, so that indices within a device's array do not collide in a pattern.
 _AXIS, _PLACE = np.uint32(0x9E3779B1), np.uint32(0xCC9E2D51)
 

@@ -16,7 +16,16 @@ from maxbatch.config.config import Config
 from maxbatch.parallel import hosts
 from maxbatch.system.chips import TPUS
 from maxbatch.training.compile import flags
-from maxbatch.training.compile.flags import VARIABLE, flags_in_force, flags_of, program_options, state_flags, text_of
+from maxbatch.training.compile.flags import (
+    CHECKSUMS,
+    INIT,
+    VARIABLE,
+    flags_in_force,
+    flags_of,
+    program_options,
+    state_flags,
+    text_of,
+)
 from maxbatch.training.compile.target import find_target
 from tests.helpers.command import maxbatch
 from tests.helpers.tiny import TINY_RUN, tiny_config
@@ -79,6 +88,19 @@ def test_flags_of_the_user_win_one_by_one(takes_all: None, monkeypatch: pytest.M
     options = program_options(config.libtpu_flags, devices_of("v5p"))
     assert options["xla_enable_async_all_gather"] == "true", "the others stay"
     assert not {"xla_tpu_scoped_vmem_limit_kib", "xla_own"} & options.keys(), "libtpu reads these from the variable"
+
+
+@pytest.mark.parametrize("program", [INIT, CHECKSUMS])
+def test_programs_without_collectives_worth_hiding_compile_without_the_flags_of_the_chip(
+    program: str, takes_all: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = started(tiny_config(), "v6e")
+    few = {"xla_tpu_scoped_vmem_limit_kib": "4096"}
+    assert program_options(config.libtpu_flags, devices_of("v6e"), program) == few
+    assert len(program_options(config.libtpu_flags, devices_of("v6e"), "eval-8")) > 10
+    assert program_options("none", devices_of("v6e"), program) == {}
+    monkeypatch.setenv(VARIABLE, "--xla_tpu_scoped_vmem_limit_kib=98304")
+    assert program_options(config.libtpu_flags, devices_of("v6e"), program) == {}, "flags of the user win"
 
 
 def test_the_recorded_flags_set_the_same_again(takes_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
