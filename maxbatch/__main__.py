@@ -28,6 +28,13 @@ def main() -> int:
         from maxbatch.system.errors import report
 
         code = report(error)
+    except (ImportError, MemoryError) as error:  # modules that memory has no room for
+        from maxbatch.system.errors import failure_of_memory, report
+
+        failure = failure_of_memory(error)
+        if failure is None:
+            raise
+        code = report(failure)
     for number in (*_STOPS, signal.SIGINT):  # a finished command keeps its exit code while Python ends
         signal.signal(number, signal.SIG_IGN)
     return code

@@ -28,6 +28,7 @@ from maxbatch.system.errors import (
     EXIT_DONE,
     ConfigError,
     TrainingError,
+    failure_of_memory,
     is_disk_full,
     is_interruption,
     reason,
@@ -77,7 +78,7 @@ def _run(argv: Sequence[str]) -> int:
 
             discard_output()  # whatever is left of it has no reader, or perhaps no room
             return EXIT_DONE if is_read_enough else report(error, as_json)
-        if failure := failure_of_devices(error):
+        if failure := failure_of_memory(error) or failure_of_devices(error):
             return report(failure, as_json)
         if as_json or is_interruption(error):
             return report(error, as_json)

@@ -43,11 +43,14 @@ def read_bytes(path: AnyPath, what: str, most: int) -> bytes:
         check_size(path.stat().st_size, what, most)
         content = path.read_bytes()
     else:
-        mode = path.stat().st_mode
+        status = path.stat()
+        mode, size = status.st_mode, min(status.st_size, most)
         if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
             raise RefusedContent(f"{what}: must be a regular file")
         with path.open("rb") as file:
-            content = file.read(most + 1)
+            content = file.read(size + 1)  # memory is taken for as much as is asked for
+            if len(content) > size:  # it grew, or is one of the system's, which state no size
+                content += file.read(most + 1 - len(content))
     check_size(len(content), what, most)
     return content
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import resource
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -24,6 +25,14 @@ EXIT_CODES = {
 }
 _DISK_FULL = "no space left on the disk; free some and run the same command again"
 _MOST_SAID = 2000  # characters of a line
+_MOST_REASON = 200  # characters of what a library says
+# What errors of libraries say, by their types, where memory ran out.
+_MEMORY_WORDS = {
+    "RuntimeError": ("can't start new thread", "std::bad_alloc", "RESOURCE_EXHAUSTED"),
+    "JaxRuntimeError": ("RESOURCE_EXHAUSTED", "std::bad_alloc", "Cannot allocate memory"),
+    "XlaRuntimeError": ("RESOURCE_EXHAUSTED", "std::bad_alloc", "Cannot allocate memory"),
+    "ImportError": ("failed to map segment", "Cannot allocate memory", "cannot allocate memory"),
+}
 
 
 class ConfigError(Exception):
@@ -137,6 +146,36 @@ def is_interruption(error: BaseException) -> bool:
     return False
 
 
+def failure_of_memory(error: BaseException) -> TrainingError | None:
+    """Returns an error with one line for one that the lack of memory caused; None for any other error."""
+    seen: set[int] = set()
+    link: BaseException | None = error
+    while link is not None and id(link) not in seen:
+        if _lacks_memory(link):
+            said = type(link).__name__ if isinstance(link, MemoryError) else reason(link)[:_MOST_REASON]
+            return TrainingError(f"memory ran out ({said}); {_more_memory(said)}")
+        seen.add(id(link))
+        link = link.__cause__ or link.__context__
+    return None
+
+
+def _lacks_memory(error: BaseException) -> bool:
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    words = _MEMORY_WORDS.get(type(error).__name__, ())
+    return any(word in str(error) for word in words)
+
+
+def _more_memory(said: str) -> str:
+    """Returns what to try, for a message."""
+    most = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if most != resource.RLIM_INFINITY:
+        return f"the limit of this process is {most >> 10} kB (ulimit -v): raise it"
+    if "RESOURCE_EXHAUSTED" in said:
+        return "a smaller per_device_batch_size or another remat_policy needs less; maxbatch fit finds what fits"
+    return "end other programs, or use a machine with more"
+
+
 _tells_passing_faults = False
 
 
@@ -159,6 +198,8 @@ def report(error: BaseException, as_json: bool = False) -> int:
     Args:
       as_json: prints it on standard output too, as an object.
     """
+    if not isinstance(error, ConfigError | TrainingError):
+        error = failure_of_memory(error) or error
     code, said = EXIT_INPUT if isinstance(error, ConfigError) else EXIT_FAILED, ""
     if is_interruption(error):
         code, said = EXIT_FAILED, "interrupted"

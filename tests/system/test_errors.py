@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
+import shlex
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +16,7 @@ import pytest
 from maxbatch.config.yaml_file import compose
 from maxbatch.data.store.chat_template import read_settings
 from maxbatch.system.errors import ConfigError, StoreFailed, StoreRefused, TrainingError, reading, report, writing
+from tests.helpers.command import environment
 
 
 @pytest.mark.parametrize(
@@ -36,6 +41,52 @@ def test_what_ended_a_command_is_one_line(
 ) -> None:
     assert report(error) == code
     assert capsys.readouterr() == ("", f"{line}\n")
+
+
+class JaxRuntimeError(RuntimeError):
+    """As JAX's."""
+
+
+def chained(error: BaseException) -> BaseException:
+    bug = ValueError("what followed")
+    bug.__context__ = error
+    return bug
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (MemoryError(), "MemoryError"),
+        (chained(MemoryError()), "MemoryError"),
+        (OSError(errno.ENOMEM, "Cannot allocate memory"), "Cannot allocate memory"),
+        (RuntimeError("can't start new thread"), "can't start new thread"),
+        (ImportError("libx.so: failed to map segment from shared object"), "libx.so: failed to map segment"),
+        (
+            JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory\nallocating 8 bytes"),
+            "RESOURCE_EXHAUSTED: Out of memory ",
+        ),
+    ],
+)
+def test_memory_that_runs_out_is_one_line(
+    error: BaseException, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    most = 4_096_000_000
+    for limit, advice in ((most, "4000000 kB (ulimit -v): raise it"), (resource.RLIM_INFINITY, "")):
+        monkeypatch.setattr(resource, "getrlimit", lambda _, limit=limit: (limit, limit))
+        assert report(error) == 1
+        line = capsys.readouterr().err
+        assert line.startswith(f"maxbatch: error: memory ran out ({said}") and line.count("\n") == 1
+        assert advice in line and ("ulimit" in line) == bool(advice)
+
+
+@pytest.mark.processes
+def test_a_command_without_the_memory_to_load_its_modules_ends_in_one_line() -> None:
+    variables = environment() | {"OPENBLAS_NUM_THREADS": "1"}
+    for command in ("train", "data"):
+        words = ["bash", "-c", f"ulimit -v 400000; exec {shlex.quote(sys.executable)} -m maxbatch {command} steps=1"]
+        ended = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=200)
+        assert ended.returncode == 1 and ended.stdout == ""
+        assert ended.stderr.startswith("maxbatch: error: memory ran out (") and ended.stderr.count("\n") == 1
 
 
 def test_an_extension_module_that_ctrl_c_stops_while_it_loads_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 
+import jax  # noqa: F401  Grain imports it too, and hides why it does not load
+
 from maxbatch.system.command_start import owns_process
 from maxbatch.system.hidden_modules import hidden
 
