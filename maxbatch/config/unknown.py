@@ -20,7 +20,15 @@ from maxbatch.config.rules import check_data_paths, likely_type
 from maxbatch.config.sections import KEYS
 from maxbatch.config.values import Value, shown
 from maxbatch.config.words import FRAMEWORKS, Word, look_up, meanings, normal
-from maxbatch.config.words.convert import OF_LOSS, Setting, converted, rampup_schedule, read_number
+from maxbatch.config.words.convert import (
+    FIELD_OF,
+    OF_LOSS,
+    Setting,
+    converted,
+    rampup_schedule,
+    read_number,
+    record_fields,
+)
 from maxbatch.config.words.together import OF_OLMO, together
 from maxbatch.system.errors import ConfigError
 
@@ -205,6 +213,10 @@ def _settings(
             place_of[entry.name] = batch.settings[row.word]
     without_rest = settled(place_of) or setting.values
     setting = dataclasses.replace(setting, values=without_rest, devices=batch.devices, hosts=batch.hosts)
+    fields = {FIELD_OF[row.word]: entry.text for entry in unknown if (row := rows[entry.name]) and row.word in FIELD_OF}
+    if fields and (text := record_fields(fields)) is not None:
+        named = {"record_fields": text} if text else {}
+        place_of |= {e.name: named for e in unknown if (row := rows[e.name]) and row.word in FIELD_OF}
     for entry in unknown:
         row = rows[entry.name]
         if row and row.word in _THREE_BATCHES and len(unknown) == 1 and re.fullmatch(r"\d{1,12}", entry.text):

@@ -207,3 +207,18 @@ def test_a_batch_of_prompts_is_told_from_the_global_batch(capsys: pytest.Capture
     assert "counts prompts" in (said := capsys.readouterr().err) and "global_batch_size" in said
     with pytest.raises(ConfigError, match=r"micro_batch_size \(Axolotl, .* maps to per_device_batch_size"):
         load_config(overrides=["micro_batch_size=2"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "works"),
+    [
+        (["prompt_feature=question", "completion_feature=answer"], "{prompt: question, completion: answer}"),
+        (["input_key=q", "output_key=completion"], "{prompt: q}"),
+        (["field_messages=turns"], "{messages: turns}"),
+        (["columns.prompt=q", "columns.response=a"], "{instruction: q, output: a}"),
+    ],
+)
+def test_words_for_fields_are_answered_with_one_record_fields(typed: list[str], works: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(overrides=[*typed, "dataset_type=jsonl", "dataset_path=a.jsonl", "use_sft=true"])
+    assert f"works: record_fields='{works}'" in str(error.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from fractions import Fraction
@@ -13,7 +14,7 @@ from maxbatch.commands.import_config.translation import SPLIT_AXES, Stated
 from maxbatch.config.sections import BatchConfig, LengthConfig, PromptBatchConfig, RampConfig, RatesConfig
 from maxbatch.config.values import shown
 from maxbatch.config.words import FRAMEWORKS, look_up
-from maxbatch.config.words.convert import read_number
+from maxbatch.config.words.convert import FIELD_OF, read_number, record_fields
 
 _SECTIONS = (BatchConfig, RampConfig, LengthConfig, PromptBatchConfig, RatesConfig)
 _OF_GENERATION = ("vllm", "sglang", "generation.")  # words of the program that generates responses
@@ -71,7 +72,17 @@ def answer(name: str, words: Mapping[str, Stated]) -> str:
     rule = (
         f"a config of {FRAMEWORKS[name]} is not converted; its batch, rate and length here: {answers or 'none stated'}"
     )
-    return "; ".join(filter(None, (rule, _batch_of_prompts(name, words), _ends_with(name))))
+    return "; ".join(filter(None, (rule, _fields(name, words), _batch_of_prompts(name, words), _ends_with(name))))
+
+
+def _fields(name: str, words: Mapping[str, Stated]) -> str:
+    """Returns the names of the records' fields in our keys; "" if all are ours."""
+    rows = {word: row for word in words if (row := look_up(word, name))}
+    names = {FIELD_OF[row.word]: _text(words[word]) for word, row in rows.items() if row.word in FIELD_OF}
+    texts = [f"text_field={_text(words[word])}" for word, row in rows.items() if row.keys == ("text_field",)]
+    fields = record_fields(names)
+    found = [*texts, *([f"record_fields={shlex.quote(fields)}"] if fields else [])]
+    return f"the fields of its records: {' '.join(found)}" if found else ""
 
 
 def _ends_with(name: str) -> str:

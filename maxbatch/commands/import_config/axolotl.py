@@ -11,6 +11,7 @@ from maxbatch.commands.import_config.steps import take_parameters
 from maxbatch.commands.import_config.table import Format
 from maxbatch.commands.import_config.trainer_words import TRAINER, length, per_device_equation, rates
 from maxbatch.commands.import_config.translation import Translation
+from maxbatch.config.words.convert import record_fields
 
 # Its prompter's text around a record.
 _ALPACA = (
@@ -42,21 +43,29 @@ def _sources(t: Translation, _: str) -> None:
     settings = {"dataset_path": ";".join(item["path"] for item in sources), "dataset_type": "jsonl"}
     on_answers = "false" if t.is_true("train_on_inputs") else "true"
     chats = settings | {"use_sft": "true", "sft_train_on_completion_only": on_answers}
-    if kinds <= {"completion", "pretrain"}:
+    if all(isinstance(item.get("type"), dict) for item in sources):
+        _take_prompts(t, sources, chats)
+    elif kinds <= {"completion", "pretrain"}:
+        names = {str(item.get("field") or item.get("text_column") or "text") for item in sources}
+        if len(names) > 1:
+            t.refuse("datasets", "one field for the text of all data sets", is_essential=True)
+            return
         FORMAT.translate(t, "texts")
-        _take_sources(t, sources, settings)
+        _take_sources(t, sources, settings | ({} if names == {"text"} else {"text_field": names.pop()}))
     elif kinds == {"alpaca"}:
         t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
         _take_sources(t, sources, chats | {"sft_format": "alpaca"}, _ALPACA)
     elif kinds != {"chat_template"}:
         rule = f"type {', '.join(sorted(kinds))}: completion, chat_template or alpaca"
         t.refuse("datasets", rule, is_essential=True)
-    elif others := _unlike_ours(_without_sharegpt(sources)):
+    elif others := _unlike_ours(_without_messages(sources)):
         rule = f"records with messages of role and content, without {', '.join(others)}"
         t.refuse("datasets", rule, is_essential=True)
     else:
         if all(map(_is_sharegpt, sources)):
             chats["sft_format"] = "sharegpt"
+        elif fields := record_fields({"messages": str(sources[0].get("field_messages") or "messages")}):
+            chats["record_fields"] = fields
         if "train_on_inputs" in t:
             t.map("train_on_inputs", sft_train_on_completion_only=on_answers)
         FORMAT.translate(t, "templates")
@@ -117,6 +126,11 @@ _OURS_OF_A_SOURCE = {
 }  # fmt: skip
 
 
+# Words of a type of prompts, with their defaults.
+_PROMPT_WORDS = {
+    "field_instruction": "instruction", "field_input": "input", "field_output": "output",
+    "format": "{instruction} {input} ", "no_input_format": "{instruction} ",
+}  # fmt: skip
 _SHAREGPT = {"field_messages": "conversations", "message_property_mappings": {"role": "from", "content": "value"}}
 
 
@@ -124,11 +138,44 @@ def _is_sharegpt(source: Mapping[str, object]) -> bool:
     return all(source.get(name) == value for name, value in _SHAREGPT.items())
 
 
-def _without_sharegpt(sources: list[dict[str, str]]) -> list[dict[str, str]]:
-    """Returns the data sets; drops the settings of ShareGPT's form if all of them have it."""
-    if not all(_is_sharegpt(source) for source in sources):
+def _without_messages(sources: list[dict[str, str]]) -> list[dict[str, str]]:
+    """Returns the data sets without the field of their messages, if all have the same, and ShareGPT's names in it."""
+    fields = {str(source.get("field_messages") or "messages") for source in sources}
+    if len(fields) > 1 or record_fields({"messages": next(iter(fields))}) is None:
         return sources
-    return [{name: value for name, value in source.items() if name not in _SHAREGPT} for source in sources]
+    ours = {"message_property_mappings": _SHAREGPT["message_property_mappings"]}
+    return [
+        {n: value for n, value in source.items() if n != "field_messages" and ours.get(n, "") != value}
+        for source in sources
+    ]
+
+
+def _take_prompts(t: Translation, sources: list[dict[str, str]], chats: Mapping[str, str]) -> None:
+    """Takes data sets of instructions and outputs in fields of their own, whose text a format writes."""
+    kinds: list[object] = [source["type"] for source in sources]
+    kind = kinds[0]
+    assert isinstance(kind, dict), "checked by the caller"
+    if any(other != kind for other in kinds):
+        t.refuse("datasets", "one type for all data sets", is_essential=True)
+        return
+    if others := sorted(name for name, value in kind.items() if value and name not in _PROMPT_WORDS):
+        t.refuse("datasets", f"a type of prompts without {', '.join(others)}", is_essential=True)
+        return
+    texts = {name: str(kind.get(name) or default) for name, default in _PROMPT_WORDS.items()}
+    fields = record_fields({"prompt": texts["field_instruction"], "completion": texts["field_output"]})
+    if fields is None:
+        t.refuse("datasets", "fields whose names have no comma, colon or brace", is_essential=True)
+        return
+    named = {"sft_format": "completion", **({"record_fields": fields} if fields else {})}
+    formats = {texts["format"], texts["no_input_format"]}
+    step = "" if formats == {"{instruction}"} else (
+        f"write the text of its format ({' or '.join(sorted(repr(one) for one in formats))}) into the field "
+        f"{texts['field_instruction']}"
+    )  # fmt: skip
+    if "train_on_inputs" in t:
+        t.map("train_on_inputs", sft_train_on_completion_only=chats["sft_train_on_completion_only"])
+    FORMAT.translate(t, "templates")
+    _take_sources(t, sources, {**chats, **named}, step)
 
 
 def _unlike_ours(sources: list[dict[str, str]]) -> list[str]:

@@ -54,6 +54,7 @@ from maxbatch.plan.stages import stated_batches
 from maxbatch.plan.view import equation
 from maxbatch.runs.foreign import refuse_foreign
 from maxbatch.system.atomic_files import write_atomically
+from maxbatch.system.bounded import read_json
 from maxbatch.system.errors import ConfigError
 from maxbatch.system.folding import folded, folded_rows, printable, terminal_width
 from maxbatch.system.storage import is_remote
@@ -153,6 +154,8 @@ def translated(
     if counts_processes and (processes := shell.read_command(path, command).processes(shown_path(path))):
         words.setdefault(trl.PROCESSES, str(processes))
     translation = Translation(words, form.defaults, name, devices)
+    if name == "llamafactory":
+        translation.described = _described_data(words, path)
     form.translate(translation)
     translation.finish()
     return translation, notes
@@ -182,6 +185,23 @@ def _splits_of_deepspeed(words: Mapping[str, Stated], path: Path) -> dict[str, S
     file = next((place for place in (path.parent / named, Path(named)) if place.is_file()), None)
     stated = {} if file is None else reading.read_yaml(file)
     return {f"deepspeed.{name}": stated[name] for name in _SPLITS_OF_DEEPSPEED if name in stated}
+
+
+def _described_data(words: Mapping[str, Stated], path: Path) -> Mapping[str, object]:
+    """Returns the data sets that LLaMA-Factory's dataset_info.json describes, paths and all, if that file is here."""
+    folder = words.get("dataset_dir", "data")
+    if not isinstance(folder, str):
+        return {}
+    file = next((p for p in (path.parent / folder, Path(folder)) if (p / "dataset_info.json").is_file()), None)
+    if file is None:
+        return {}
+    found = read_json(file / "dataset_info.json", shown_path(file / "dataset_info.json"))
+    sets = found.items() if isinstance(found, dict) else ()
+    return {
+        name: {**one, "path": str(file / one["file_name"])}
+        for name, one in sets
+        if isinstance(one, dict) and isinstance(one.get("file_name"), str)
+    }
 
 
 def _read(path: Path, command: int | None) -> dict[str, Stated]:

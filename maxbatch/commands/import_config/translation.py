@@ -82,6 +82,7 @@ class Translation:
     ) -> None:
         self.framework, self.devices, self.updates = framework, devices, 1
         self.settings: dict[str, str] = {}
+        self.described: Mapping[str, object] = {}  # data sets by name, where a file beside this one describes them
         self.fates: list[Fate] = []
         lost = {word: value for word, value in words.items() if isinstance(value, Displaced)}
         self.fates += [Fate(word, shown(value, 40), IGNORED, _OF_MODEL) for word, value in lost.items()]

@@ -10,9 +10,19 @@ from collections.abc import Callable, Mapping
 from fractions import Fraction
 
 from maxbatch.config.recipes import slots_per_sample
-from maxbatch.config.values import Value, counted, exact, of_duration, plain_number, schedule_text
+from maxbatch.config.values import Value, counted, exact, field_names, of_duration, plain_number, schedule_text
 
 OF_LOSS = ("reduction", "loss_reduction")  # words for a loss's reduction
+# Words for the fields of a record, and ours.
+FIELD_OF: Mapping[str, str] = {
+    "field_instruction": "instruction", "field_input": "input", "field_output": "output", "field_messages": "messages",
+    "columns.prompt": "instruction", "columns.query": "input", "columns.response": "output",
+    "columns.messages": "messages", "columns.chosen": "chosen", "columns.rejected": "rejected",
+    "prompt_feature": "prompt", "completion_feature": "completion", "chat_feature": "messages",
+    **{f"{block}{word}_key": field for block in ("", "data.") for word, field in (
+        ("input", "prompt"), ("output", "completion"), ("chosen", "chosen"), ("rejected", "rejected"),
+    )},
+}  # fmt: skip
 _MODEL_AXES = tuple(f"{net}_{axis}_parallelism" for net in ("ici", "dcn") for axis in ("tensor", "context", "pipeline"))
 
 
@@ -61,6 +71,13 @@ def converted(word: str, text: str, setting: Setting) -> dict[str, str] | None:
     convert, value = _CONVERSIONS.get(word), read_number(text)
     found = convert(value, setting) if convert and value else None
     return None if found is None else {name: text_of(number) for name, number in found.items()}
+
+
+def record_fields(names: Mapping[str, str]) -> str | None:
+    """Returns `record_fields` for their names by our fields, without those of one name; None if it cannot hold one."""
+    others = {ours: theirs.strip() for ours, theirs in names.items() if theirs.strip() != ours}
+    text = "{" + ", ".join(f"{ours}: {theirs}" for ours, theirs in others.items()) + "}" if others else ""
+    return text if (field_names(text) or {}) == others else None
 
 
 def read_number(text: str) -> Fraction | None:

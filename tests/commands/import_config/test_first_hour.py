@@ -8,6 +8,7 @@ import pytest
 
 from maxbatch import BatchPlan
 from maxbatch.cli import main
+from maxbatch.commands.import_config.command import translated
 from maxbatch.system.errors import ConfigError
 from tests.helpers.imports import imported
 
@@ -122,7 +123,7 @@ def test_what_the_block_of_rl_may_not_lack_is_refused(folder: Path) -> None:
         ("axolotl", f"{CHAT}rl: kto\n"),
         ("axolotl", f"{CHAT}rl: dpo\n"),  # of conversations, which have no rejected answer
         ("axolotl", CHAT.replace("chat_template}", "alpaca_chat.load_qa}")),
-        ("axolotl", CHAT.replace("chat_template}", "chat_template, field_messages: conversations}")),
+        ("axolotl", CHAT.replace("chat_template}", "chat_template, message_property_mappings: {role: who}}")),
         ("axolotl", CHAT.replace("chat_template}", 'chat_template, split: "train[:1%]"}')),
         ("megatron", "model: {micro_batch_size: 2, global_batch_size: 8, peft: {peft_scheme: lora}}\n"),
         ("megatron", "micro_batch_size: 2\nglobal_batch_size: 8\nmodel: {lora: {adapter_dim: 8}}\n"),
@@ -280,6 +281,45 @@ def test_axolotls_sharegpt_is_ours(folder: Path) -> None:
     config, fates = imported("axolotl", folder / "c.yml", CHAT.replace("chat_template}", form))
     assert (config.use_sft, config.sft_format) == (True, "sharegpt")
     assert fates["datasets"].fate == "mapped"
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("type: chat_template, field_messages: turns", {"record_fields": "{messages: turns}"}),
+        (
+            "type: chat_template, field_messages: turns, message_property_mappings: {role: from, content: value}",
+            {"record_fields": "{messages: turns}"},
+        ),
+        ("type: completion, field: body", {"text_field": "body", "use_sft": False}),
+        (
+            "type: {field_instruction: q, field_output: a, format: '{instruction}', no_input_format: '{instruction}'}",
+            {"record_fields": "{prompt: q, completion: a}", "sft_format": "completion", "use_sft": True},
+        ),
+    ],
+)
+def test_axolotls_names_of_fields_are_record_fields(folder: Path, source: str, expected: dict[str, object]) -> None:
+    text = CHAT.replace("type: chat_template", source)
+    config, fates = imported("axolotl", folder / "c.yml", text)
+    assert {name: config[name] for name in expected} == expected
+    assert fates["datasets"].fate == "mapped"
+
+
+@pytest.mark.parametrize(
+    ("source", "fate", "said"),
+    [
+        ("type: {field_instruction: q, field_output: a}", "needs you", "into the field q"),
+        ("type: {field_instruction: q, system_prompt: Be kind.}", "not supported", "system_prompt"),
+        ("type: chat_template, message_property_mappings: {role: who, content: said}", "not supported", "mappings"),
+        ("type: chat_template, field_messages: a}, {path: b.jsonl, type: chat_template", "not supported", "field_mess"),
+        ("type: completion, field: a}, {path: b.jsonl, type: completion, field: b", "not supported", "one field"),
+    ],
+)
+def test_axolotls_fields_without_a_counterpart_are_named(folder: Path, source: str, fate: str, said: str) -> None:
+    (folder / "c.yml").write_text(CHAT.replace("type: chat_template", source))
+    translation, _ = translated("axolotl", folder / "c.yml")
+    (found,) = [one for one in translation.fates if one.word == "datasets"]
+    assert found.fate == fate and said in found.says
 
 
 def test_axolotls_exact_deduplication_is_ours(folder: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +137,54 @@ def test_llama_factorys_own_words_are_mapped_or_need_you(tmp_path: Path) -> None
     assert not [fate for fate in fates.values() if fate.fate == "not supported"]
 
 
+_CHATS = {"file_name": "c.json", "formatting": "sharegpt", "columns": {"messages": "turns"}}
+_OPENAI = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+_PAIRS = {"file_name": "p.parquet", "ranking": True, "columns": {"prompt": "q", "chosen": "good", "rejected": "bad"}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "described", "expected"),
+    [
+        ("sft", {"file_name": "a.csv", "columns": {"prompt": "q", "response": "a"}},
+         {"dataset_type": "csv", "sft_format": "alpaca", "record_fields": "{instruction: q, output: a}"}),
+        ("sft", _CHATS, {"dataset_type": "json", "record_fields": "{messages: turns}"}),
+        ("sft", {**_CHATS, "tags": _OPENAI}, {"record_fields": "{messages: turns}"}),
+        ("dpo", _PAIRS, {"dataset_type": "parquet", "record_fields": "{prompt: q, chosen: good, rejected: bad}"}),
+        ("pt", {"file_name": "t.jsonl", "columns": {"prompt": "body"}}, {"text_field": "body"}),
+    ],
+)  # fmt: skip
+def test_llama_factorys_columns_are_record_fields(
+    tmp_path: Path, stage: str, described: dict[str, Any], expected: dict[str, object]
+) -> None:
+    (tmp_path / "data").mkdir()
+    info = {"identity": described, "alpaca_en_demo": {**described, "file_name": f"other-{described['file_name']}"}}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    config, fates = imported("llamafactory", tmp_path / "f.yaml", factory(stage, "full"))
+    assert {name: config[name] for name in expected} == expected
+    name = described["file_name"]
+    assert config.dataset_path == f"{tmp_path}/data/{name};{tmp_path}/data/other-{name}"
+    assert fates["dataset"].fate == "mapped"
+
+
+@pytest.mark.parametrize(
+    "described",
+    [
+        {"file_name": "a.json"},  # an input, joined with one line break there
+        {"file_name": "a.json", "columns": {"prompt": "q", "query": "i", "response": "a"}},
+        {**_CHATS, "tags": {"role_tag": "who"}},
+        {**_CHATS, "columns": {"messages": "turns", "tools": "t"}},
+        {"hf_hub_url": "someone/data"},
+        _PAIRS,
+    ],
+)
+def test_llama_factorys_other_records_need_to_be_written_anew(tmp_path: Path, described: dict[str, Any]) -> None:
+    (tmp_path / "data").mkdir()
+    info = {"identity": described, "alpaca_en_demo": described}
+    (tmp_path / "data" / "dataset_info.json").write_text(json.dumps(info))
+    _, fates = imported("llamafactory", tmp_path / "f.yaml", factory())
+    assert fates["dataset"].fate == "needs you"
+
+
 def test_llama_factorys_stages_and_methods(tmp_path: Path) -> None:
     config, _ = imported("llamafactory", tmp_path / "f.yaml", factory("dpo", "full", more="pref_beta: 0.2\n"))
     assert (config.use_dpo, config.dpo_beta, config.lora_rank) == (True, 0.2, 0)
@@ -188,7 +238,12 @@ def test_torchtitans_batch_in_tokens(tmp_path: Path) -> None:
 
 
 TRAINERS = {
-    "mlx": ("m.yaml", "fine_tune_type: lora\nbatch_size: 4\niters: 100\nlearning_rate: 1e-5\n", ["steps = iters"]),
+    "mlx": (
+        "m.yaml",
+        "fine_tune_type: lora\nbatch_size: 4\niters: 100\nlearning_rate: 1e-5\nprompt_feature: question\n"
+        "completion_feature: answer\n",
+        ["steps = iters", "record_fields='{prompt: question, completion: answer}'"],
+    ),
     "levanter": (
         "l.yaml",
         "trainer:\n  train_batch_size: 32\n  num_train_steps: 100\noptimizer:\n  learning_rate: 1e-3\n",
@@ -201,8 +256,9 @@ TRAINERS = {
     ),
     "openrlhf": (
         "o.sh",
-        "deepspeed --module openrlhf.cli.train_sft --train_batch_size 256 --micro_train_batch_size 2 --max_len 4096",
-        ["micro_train_batch_size=2", "max_len=4096"],
+        "deepspeed --module openrlhf.cli.train_sft --train_batch_size 256 --micro_train_batch_size 2 --max_len 4096 "
+        "--input_key question --output_key answer",
+        ["micro_train_batch_size=2", "max_len=4096", "record_fields='{prompt: question, completion: answer}'"],
     ),
     "slime": (
         "s.sh",
