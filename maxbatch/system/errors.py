@@ -124,7 +124,7 @@ def writing(path: object, remedy: str = "give another place") -> Iterator[None]:
         raise ConfigError(f"{path}: cannot be written ({reason(error)}); {remedy}") from error
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """Returns the system's message for an error, or else the error's own, on one line."""
     return one_line(getattr(error, "strerror", None) or error)
 

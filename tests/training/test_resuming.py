@@ -13,7 +13,8 @@ import pytest
 from maxbatch.training.own import Parts
 from maxbatch.training.pretraining import open_pretraining, train
 from maxbatch.training.session import RunContext, Session
-from tests.helpers.tiny import one_layer_config
+from tests.helpers.command import maxbatch, start
+from tests.helpers.tiny import ONE_LAYER, TINY_RUN, one_layer_config
 
 RUN = ("per_device_batch_size=8", "steps=4")
 
@@ -88,6 +89,21 @@ def test_a_loss_and_held_out_data_whose_content_changed_are_told(run_dir: Path, 
     assert told("one", "2") == ["changed since the last session: the file of objective"]
     assert told("two", "2") == ["changed since the last session: content of eval_dataset_path"]
     assert told("two", "2") == []
+
+
+@pytest.mark.processes
+def test_settings_of_jax_that_changed_are_told(tmp_path: Path) -> None:
+    keys = [*TINY_RUN, ONE_LAYER, "global_batch_size=2", f"run_dir={tmp_path / 'run'}"]
+    assert maxbatch("train", *keys, "steps=1").returncode == 0
+    resumed = start("train", *keys, "steps=2", JAX_DEFAULT_MATMUL_PRECISION="highest", JAX_RANDOM_SEED_OFFSET="7")
+    output, _ = resumed.communicate(timeout=300)
+    assert resumed.returncode == 0, output
+    told = [line for line in output.splitlines() if " before, " in line]
+    assert told == [
+        "steps: 1 before, 2 now: changes the end of the run, and rates that follow its length",
+        "JAX_DEFAULT_MATMUL_PRECISION: None before, highest now: changes programs, and updates by rounding",
+        "JAX_RANDOM_SEED_OFFSET: 0 before, 7 now: changes programs, and updates by rounding",
+    ]
 
 
 def test_a_ramp_on_other_devices_is_kept_by_its_schedule(run_dir: Path) -> None:

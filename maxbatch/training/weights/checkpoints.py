@@ -407,7 +407,7 @@ class Checkpoints:
 
     def has_best(self, step: int) -> bool:
         """Returns whether the checkpoint of this step is kept as the best one."""
-        best = self._stated_best() if self._best is None else self._best
+        best = read_best(self._folder) if self._best is None else self._best
         return best is not None and best.step == step
 
     def _wait(self) -> None:
