@@ -121,6 +121,7 @@ _BALANCED = (*_EXPERTS, "load_balance_loss_weight=0.01", "gradient_accumulation_
 _DEEPSEEK = (
     *_EXPERTS, "attention_type=mla", "base_num_kv_heads=4", "first_num_dense_layers=1", "shared_experts=1",
     "q_lora_rank=16", "kv_lora_rank=16", "qk_nope_head_dim=16", "qk_rope_head_dim=8", "v_head_dim=16",
+    "routed_score_func=softmax", "rope_type=yarn", "original_max_position_embeddings=8",
 )  # fmt: skip
 CASES = {
     "maxtext_llama2": _maxtext("llama2, cosine, unequal tokens", "llama2", checked=True),

@@ -277,6 +277,9 @@ def test_deepseeks_form_is_that_of_maxtext(tmp_path: Path) -> None:
     plain = f"{SYNTHETIC}{DEEPSEEK}".replace("attention_type: mla\n", "")
     _, fates = imported("maxtext", tmp_path / "g.yml", plain)
     assert fates["attention_type"].is_essential and "mla" in fates["attention_type"].says
+    for word, line in (("rope_type", "rope_type: yarn\n"), ("routed_score_func", "routed_score_func: sigmoid\n")):
+        _, fates = imported("maxtext", tmp_path / f"{word}.yml", f"{SYNTHETIC}{DEEPSEEK}".replace(line, ""))
+        assert fates[word].is_essential, "MaxText's default is another model"
 
 
 NARROW = """decoder_block: qwen3_custom_moe
@@ -561,3 +564,11 @@ def test_queries_hold_their_scale_where_maxtexts_do(words: str, is_scaled: bool,
 def test_every_gemma_names_what_its_optimizer_does_differently(words: str, tmp_path: Path) -> None:
     fates = imported("maxtext", tmp_path / "run.yml", f"{SYNTHETIC}{words}\n")[1]
     assert "its norms 1 + ours, so an optimizer moves" in fates[words.split(":")[0]].says
+
+
+@pytest.mark.parametrize("name", ["gemma2-2b", "gemma3-4b"])
+def test_scores_of_a_gemma_with_other_heads_are_divided_by_the_root_of_their_width(name: str, tmp_path: Path) -> None:
+    words = f"base_output_directory=a run_name=b dataset_type=synthetic model_name={name} head_dim=16"
+    command = f"python3 -m maxtext.trainers.pre_train.train {words}\n"
+    config, _ = imported("maxtext", tmp_path / "run.sh", command)
+    assert (config.head_dim, config.query_pre_attn_scalar) == (16, 16)
