@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from functools import partial
 from typing import NamedTuple
@@ -22,6 +23,8 @@ from maxbatch.training.compile.background import Background, MakeExecutable, com
 from maxbatch.training.update.gradients import NEXT_TOKEN, Objective
 from maxbatch.training.update.model_on_mesh import ModelOnMesh
 
+_Batch = tuple[int, Batch]  # with its number of real rows
+
 
 class EvalResult(NamedTuple):
     loss: float  # sum of weighted token losses over sum of weights
@@ -39,7 +42,7 @@ class Evaluator:
     """An eval of parameters on `num_rows` held-out rows, in its own batch size and without accumulation.
 
     The stream is None on a host without rows. `eval_steps` bounds the batches, `eval_samples` the rows; rows of zero
-    weight pad the last batch.
+    weight pad the last batch. `until` ends the batches of an eval early, whose loss is then of those before.
     """
 
     def __init__(
@@ -51,7 +54,9 @@ class Evaluator:
         num_rows: int,
         batch_size: int,
         objective: Objective = NEXT_TOKEN,
+        until: Callable[[Iterator[_Batch]], Iterator[_Batch]] = iter,
     ) -> None:
+        self._until = until
         mesh = placement.mesh
         model = ModelOnMesh(config, config.mesh, mesh, BATCH_AXES, objective.make_model)
         self._stream, self._placement = stream, placement
@@ -83,7 +88,7 @@ class Evaluator:
         loss = weight = 0.0
         series = in_passes(0, self._num_rows, self._shape)
         with BatchLoader(self._stream, self._placement, series) as loader:
-            for _, batch in loader.batches():
+            for _, batch in self._until(loader.batches()):
                 # Fetched one by one, since concurrent programs with collectives can deadlock on a CPU.
                 batch_loss, batch_weight = jax.device_get(step(params, batch))
                 loss, weight = loss + float(batch_loss), weight + float(batch_weight)

@@ -423,7 +423,9 @@ class BuiltPretraining:
         opened, plan, placement = self.opened, self.planned.plan, self.planned.programs.placement
         keys, bounds = opened.keys, opened.keys.evaluation
         num_rows, batch_size = self.held_out.num_samples, plan.eval_batch_size
-        return Evaluator(keys, bounds, placement, held_out, num_rows, batch_size, opened.objective)
+        has_own_rows = opened.parts.stream is not None or opened.parts.eval_stream is not None
+        until = opened.context.own_end.until if has_own_rows else iter
+        return Evaluator(keys, bounds, placement, held_out, num_rows, batch_size, opened.objective, until)
 
     def _referred_streams(self) -> tuple[Stream | None, Stream | None]:
         """Returns the training stream and the held-out one, beside their reference if the objective has one."""
@@ -559,20 +561,14 @@ class RunningPretraining:
         return found
 
     def _eval_losses(self, state: TrainState, params: State) -> dict[str, object]:
-        """Returns the losses on held-out data; an exception of a user's rows ends the run, once it is saved."""
+        """Returns the losses on held-out data; none if a user's rows raise on any host, which ends the run."""
         if self.evaluator is None:
             return {}
-        parts, losses = self.opened.parts, dict[str, object]()
-        try:
-            losses[Metric.EVAL_LOSS] = self.evaluator(params).loss
-            if state.average is not None:
-                losses[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._adapted(state.averaged)).loss
-        except Exception as error:
-            # Other hosts wait for this one in the program of the eval.
-            if (parts.stream is None and parts.eval_stream is None) or jax.process_count() > 1:
-                raise
-            self.opened.context.own_end.keep(error)
-        return losses
+        own_end = self.opened.context.own_end
+        losses: dict[str, object] = {Metric.EVAL_LOSS: self.evaluator(params).loss}
+        if state.average is not None and not own_end.was_reached:
+            losses[Metric.EVAL_LOSS_AVERAGED] = self.evaluator(self._adapted(state.averaged)).loss
+        return {} if own_end.was_reached else losses
 
     def _adapted(self, state: TrainState) -> State:
         """Returns the parameters of the model, with its adapters."""

@@ -15,6 +15,7 @@ from flax import nnx
 import maxbatch
 from maxbatch.cli import main
 from maxbatch.data.stream.own import as_stream, held_out_of
+from maxbatch.runs.best_checkpoint import BEST, find_best
 from maxbatch.runs.position import committed_steps
 from maxbatch.training.record.loggers import settings_of
 from tests.helpers.tiny import LENGTH, one_layer_config, read_metrics
@@ -110,6 +111,42 @@ def test_a_row_that_cannot_be_used_is_refused_before_anything_is_compiled(
     with pytest.raises(maxbatch.ConfigError, match=rf"stream\[{index}\]: .*{rule}"):
         maxbatch.train(config_of(tmp_path), stream=Rows(index, row), devices=ONE)
     assert not committed_steps(tmp_path)
+
+
+_BAD_ROW = 13
+
+
+class HeldOut(list[np.ndarray]):
+    """Held-out rows, one of which raises, if they are bad, when it is read for the second eval."""
+
+    def __init__(self, rows: list[np.ndarray], are_bad: bool) -> None:
+        super().__init__(rows)
+        self._are_bad, self._reads = are_bad, 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self._reads += index == _BAD_ROW
+        if self._are_bad and self._reads == 2:
+            raise KeyError("mine")
+        return super().__getitem__(index)
+
+
+@pytest.mark.processes
+@pytest.mark.pod(devices=2, hosts=2)
+def test_held_out_rows_that_raise_on_one_host_end_all_and_the_best_checkpoint_stays(pod: Any) -> None:
+    config = config_of(
+        Path(pod.folder) / "run", "global_batch_size=16", "per_device_batch_size=8", "eval_interval=2", "steps=8"
+    )
+    with pytest.raises((KeyError, maxbatch.TrainingError)) as caught:
+        maxbatch.train(config, stream=Rows(), eval_stream=HeldOut(rows_of(40), pod.host == 1))
+    notes = " ".join(getattr(caught.value, "__notes__", ()))
+    if pod.host == 1:
+        assert isinstance(caught.value, KeyError) and f"test_own_runs.HeldOut, as eval_stream[{_BAD_ROW}]" in notes
+    else:
+        assert "host 1: 'mine'; step" in str(caught.value)
+    pod.barrier()
+    run_dir = Path(config.run_dir)
+    assert committed_steps(run_dir) == [4, 2] and find_best(run_dir / "checkpoints" / BEST).name == "2"
+    assert [record.get("eval_loss") is not None for record in read_metrics(run_dir)] == [False, True, False, False]
 
 
 @pytest.mark.processes

@@ -1,4 +1,4 @@
-"""The end of a run through a user's own part: an exception of an output or of the stream, raised once all is saved."""
+"""The end of a run through a user's own part: an exception of an output or of rows, raised once all is saved."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 class OwnEnd:
-    """An exception of a user's output or stream, on any host, that ends the run after the updates so far are saved.
+    """An exception of a user's output or rows, on any host, that ends the run after the updates so far are saved.
 
     Attributes:
       error: the first exception on this host; None if there is none.
@@ -46,6 +46,23 @@ class OwnEnd:
         for host, told in enumerate(gather(raised)):
             if told and self._elsewhere is None:
                 self._elsewhere = (host, *told)
+        return self._elsewhere is not None
+
+    def until(self, batches: Iterator[T]) -> Iterator[T]:
+        """Yields batches until one of them raises on any host, which ends the run; all hosts iterate together."""
+        while True:
+            batch = None
+            try:
+                batch = next(batches, None)
+            except Exception as error:
+                self.keep(error)
+            if self.is_reached() or batch is None:
+                return
+            yield batch
+
+    @property
+    def was_reached(self) -> bool:
+        """Whether a part had raised on any host when they last compared."""
         return self._elsewhere is not None
 
     def settle(self, fate: str) -> str | None:
