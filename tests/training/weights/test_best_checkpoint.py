@@ -109,10 +109,22 @@ def test_the_best_of_a_store_is_the_best_of_a_disk(state: TrainState, store: Sto
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory) -> maxbatch.Outcome:
     """A run that ends early, two evals after its best one, and keeps one newest checkpoint."""
+    return train_early(tmp_path_factory.mktemp("early") / "run")
+
+
+def train_early(run_dir: Path) -> maxbatch.Outcome:
     keys = ("steps=40", "eval_interval=2", "early_stopping_patience=2", "checkpoint_period=50", "eval_fraction=0.02",
             "max_num_checkpoints_to_keep=1", "learning_rate=0.5", "learning_rate_schedule=constant")  # fmt: skip
-    run_dir = tmp_path_factory.mktemp("early") / "run"
     return maxbatch.train(one_layer_config(*keys, "vocab_size=260", f"run_dir={run_dir}"), devices=ONE)
+
+
+def test_a_run_that_ended_early_says_where_its_best_checkpoint_is_when_it_is_started_again(
+    early: maxbatch.Outcome, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_early(Path(early.run_dir))
+    printed = " ".join(capsys.readouterr().out.split())
+    lowest = f"of step {early.position.best_eval.step}, in checkpoints/best)"
+    assert f"{early.run_dir} is complete: " in printed and lowest in printed
 
 
 def test_early_stopping_leaves_the_checkpoint_of_the_lowest_eval_loss(early: maxbatch.Outcome) -> None:
